@@ -1,0 +1,65 @@
+"""Every error Bough raises on purpose.
+
+    BoughError
+    ├── ModelError            a model folder or file cannot be used
+    │   ├── UnknownArchitecture
+    │   └── BadWeights        tensors missing, unexpected, misshapen or truncated
+    ├── RequestError          what was asked cannot be done; nothing was changed
+    │   ├── EmptyPrompt
+    │   ├── PromptTooLong
+    │   ├── TokenOutOfRange
+    │   ├── TemplateError     a chat template is missing or broken
+    │   └── OptionError       an unknown or impossible option
+    ├── PoolFull              memory for state is used up; nothing was changed
+    └── StateError            a state was used in a way its kinds do not allow
+
+The message of each says what to do about it. Bugs of our own are assertions, not these.
+"""
+
+
+class BoughError(Exception):
+    """The base of all errors that a user or a caller can do something about."""
+
+
+class ModelError(BoughError):
+    """A model folder or file cannot be used."""
+
+
+class UnknownArchitecture(ModelError):
+    """The model is of a family that Bough does not run."""
+
+
+class BadWeights(ModelError):
+    """Tensors are missing, unexpected, of the wrong shape, or cut short."""
+
+
+class RequestError(BoughError):
+    """What was asked cannot be done; nothing was changed."""
+
+
+class EmptyPrompt(RequestError):
+    """The prompt has no tokens."""
+
+
+class PromptTooLong(RequestError):
+    """The prompt does not fit the context."""
+
+
+class TokenOutOfRange(RequestError):
+    """A token id is outside the vocabulary."""
+
+
+class TemplateError(RequestError):
+    """The chat template is missing, broken, or refused the messages."""
+
+
+class OptionError(RequestError):
+    """An option is unknown or has an impossible value."""
+
+
+class PoolFull(BoughError):
+    """The memory for state is used up; nothing was changed."""
+
+
+class StateError(BoughError):
+    """A state was asked for something that its kinds or its condition do not allow."""

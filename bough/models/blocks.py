@@ -1,0 +1,162 @@
+"""The layers that models are made of. Each takes its input, the step, and what it needs; none keeps state."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bough import ops
+from bough.errors import UnknownArchitecture
+from bough.state.kinds import FullKV, PageKind, WindowKV
+from bough.state.step import Step
+
+if TYPE_CHECKING:
+    from bough.models.weights import Weights
+
+Rotation = tuple[Tensor, Tensor]  # cos and sin of the step's positions
+Norm = Callable[[Tensor], Tensor]
+
+
+class Linear:
+    """x Wᵀ + b."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class RMSNorm:
+    """Rounded, then scaled by the weight."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+
+class ScaledRMSNorm:
+    """Scaled in float32, then rounded: by w (Gemma 4), or by 1 + w (the zero-centred norms)."""
+
+    def __init__(self, weight: Tensor, eps: float, *, zero_centred: bool) -> None:
+        self.scale, self.eps = weight.float() + zero_centred, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ops.rms_norm_scaled(x, self.scale, self.eps)
+
+
+class Rope:
+    """Turns positions into rotations, for one set of rope parameters."""
+
+    def __init__(self, head_dim: int, parameters: Mapping[str, Any], context: int, weights: "Weights") -> None:
+        frequencies, self.factor = ops.inverse_frequencies(head_dim, parameters, context)
+        self.frequencies, self.dtype = frequencies.to(weights.device), weights.dtype
+
+    def __call__(self, positions: Tensor) -> Rotation:
+        return ops.rotations(positions, self.frequencies, self.factor, self.dtype)
+
+
+class Attention:
+    """Grouped-query attention over the pages of one layer."""
+
+    def __init__(
+        self,
+        weights: "Weights",
+        prefix: str,
+        layer: int,
+        *,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+        gated: bool = False,
+        bias: bool = False,
+        out: str = "o_proj",
+        out_bias: bool = False,
+    ) -> None:
+        self.layer, self.heads, self.kv_heads, self.head_dim = layer, heads, kv_heads, head_dim
+        self.window, self.softcap = window, softcap
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.q_norm, self.k_norm, self.gated = q_norm, k_norm, gated
+        self.sizes = [heads * head_dim * (1 + gated), kv_heads * head_dim, kv_heads * head_dim]
+        names = [f"{prefix}.{each}_proj" for each in "qkv"]
+        self.qkv = weights.linear(names, self.sizes, hidden, bias)
+        self.out = weights.linear(f"{prefix}.{out}", hidden, heads * head_dim, out_bias)
+
+    @property
+    def kind(self) -> PageKind:
+        return attention_kind(self.kv_heads, self.head_dim, self.window)
+
+    def __call__(self, x: Tensor, step: Step, rotation: Rotation) -> Tensor:
+        q, k, v = self.qkv(x).split(self.sizes, -1)
+        q = q.view(len(x), self.heads, -1)  # [T, H, d], or [T, H, 2d] with the gate
+        gate = None
+        if self.gated:
+            q, gate = q.chunk(2, -1)
+        k, v = (each.view(len(x), self.kv_heads, self.head_dim) for each in (k, v))
+        if self.q_norm and self.k_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = ops.rotate(q, *rotation), ops.rotate(k, *rotation)
+        pages = step.pages(self.layer)
+        ops.write_pages(k, v, pages)
+        seen = ops.attention(
+            q, step.rows, stored=pages, scale=self.scale, window=self.window, softcap=self.softcap, masks=step.masks
+        )
+        if gate is not None:
+            seen = seen * torch.sigmoid(gate)
+        return self.out(seen.reshape(len(x), -1))
+
+
+def attention_kind(kv_heads: int, head_dim: int, window: int | None) -> PageKind:
+    return FullKV(kv_heads, head_dim, head_dim) if window is None else WindowKV(kv_heads, head_dim, head_dim, window)
+
+
+class GatedMLP:
+    """down(activation(gate x) · up x), with gate and up in one product."""
+
+    def __init__(
+        self,
+        weights: "Weights",
+        prefix: str,
+        hidden: int,
+        width: int,
+        activation: Callable[[Tensor], Tensor] = F.silu,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        bias: bool = False,
+    ) -> None:
+        gate, up, down = (f"{prefix}.{name}" for name in names)
+        self.gate_up = weights.linear([gate, up], [width, width], hidden, bias)
+        self.down = weights.linear(down, hidden, width, bias)
+        self.activation = activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(self.activation(gate) * up)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu_tanh": gelu_tanh,
+}
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    if name not in ACTIVATIONS:
+        raise UnknownArchitecture(f"activation {name!r} is not supported; Bough knows {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]

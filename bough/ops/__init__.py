@@ -1,0 +1,29 @@
+"""The operations models are written in, each with a readable torch form.
+
+Every op that uses state takes it stored (Pages, Slots) or as explicit tensors, never both.
+"""
+
+from bough.ops.attention import Mask, attention, write_pages
+from bough.ops.conv import causal_conv
+from bough.ops.delta import delta_gates, gated_delta
+from bough.ops.norm import rms_norm, rms_norm_gated, rms_norm_scaled
+from bough.ops.ragged import Pages, Rows, Slots
+from bough.ops.rope import inverse_frequencies, rotate, rotations
+
+__all__ = [
+    "Mask",
+    "Pages",
+    "Rows",
+    "Slots",
+    "attention",
+    "causal_conv",
+    "delta_gates",
+    "gated_delta",
+    "inverse_frequencies",
+    "rms_norm",
+    "rms_norm_gated",
+    "rms_norm_scaled",
+    "rotate",
+    "rotations",
+    "write_pages",
+]

@@ -1,0 +1,96 @@
+"""Rotary positions: the frequencies of each variant, and the rotation.
+
+Dimension j of the rotated part turns together with dimension j + half. Plain rope rotates all of a head, partial rope
+its first dimensions, proportional rope all of it with zero frequencies for the rest (those stay as they are).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bough.errors import UnknownArchitecture
+
+
+def inverse_frequencies(head_dim: int, rope: Mapping[str, Any], context: int) -> tuple[Tensor, float]:
+    """The frequencies [rotated / 2] in float32, and what cos and sin are multiplied by.
+
+    `rope` is a config's rope_parameters: rope_theta, rope_type, partial_rotary_factor and what the type needs.
+    """
+    kind = rope.get("rope_type", rope.get("type")) or "default"
+    theta = float(rope.get("rope_theta", 10000.0))
+    rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    if kind == "proportional":
+        frequencies = _plain(theta, head_dim)
+        frequencies[rotated // 2 :] = 0
+        return frequencies / rope.get("factor", 1.0), 1.0
+    frequencies = _plain(theta, rotated)
+    match kind:
+        case "default" | "mrope":  # for text alone the rows of mrope are all the same
+            return frequencies, 1.0
+        case "linear":
+            return frequencies / rope["factor"], 1.0
+        case "llama3":
+            return _llama3(frequencies, rope), 1.0
+        case "yarn":
+            return _yarn(frequencies, theta, rotated, rope, context)
+    raise UnknownArchitecture(
+        f"rope type {kind!r} is not supported; Bough knows default, linear, llama3, yarn, proportional"
+    )
+
+
+def _plain(theta: float, dim: int) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+
+
+def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """Long waves are slowed by the factor, short ones kept, those between blended."""
+    original = rope["original_max_position_embeddings"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = original * frequencies / (2 * math.pi)
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return blend * frequencies + (1 - blend) * frequencies / rope["factor"]
+
+
+def _yarn(frequencies: Tensor, theta: float, dim: int, rope: Mapping[str, Any], context: int) -> tuple[Tensor, float]:
+    """As llama3, with a linear ramp over dimensions, and attention sharpened by a factor."""
+    original = rope.get("original_max_position_embeddings") or context
+    factor = rope.get("factor") or context / original
+
+    def dimension(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    sharpen = rope.get("attention_factor")
+    if sharpen is None:
+        sharpen = _yarn_sharpening(factor, rope.get("mscale"), rope.get("mscale_all_dim"))
+    return ramp * frequencies / factor + (1 - ramp) * frequencies, sharpen
+
+
+def _yarn_sharpening(factor: float, mscale: float | None, mscale_all: float | None) -> float:
+    def scale(m: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
+
+    return scale(mscale) / scale(mscale_all) if mscale and mscale_all else scale(1.0)
+
+
+def rotations(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, 1, rotated] for positions [T]."""
+    angles = positions.float()[:, None] * frequencies  # [T, rotated / 2]
+    angles = torch.cat([angles, angles], -1)[:, None]
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, H, d] turned by its position; dimensions past those of cos and sin are passed through."""
+    rotated = cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return torch.cat([rotate(x[..., :rotated], cos, sin), x[..., rotated:]], -1)
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin

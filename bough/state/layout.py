@@ -1,0 +1,134 @@
+"""Where every byte of state lies: the units of a model, and the slab that all of them divide evenly.
+
+The arena is cut into slabs of one size. A slab is given to one unit (a page group, or the slots) and holds a whole
+number of it, at one stride: entry i of a unit lies at i × stride whatever slab it is in, so kernels multiply and
+never look up. Within a page or a slot the layers follow each other, so one copy moves all of them.
+
+Knows kinds and sizes; allocates nothing.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bough.state.kinds import Kind, PageKind, Part
+
+ALIGN = 256  # bytes; a stride that every dtype divides and that suits wide loads
+FIELD_ALIGN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One part of one layer inside a unit: its shape there, and where it starts."""
+
+    part: Part
+    shape: tuple[int, ...]
+    offset: int  # bytes
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.part.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A page group (its layers share a reach) or the slots (all layers of slot kinds)."""
+
+    name: str
+    is_page: bool
+    reach: int | None  # None: all earlier tokens
+    fields: dict[tuple[int, str], Field]  # by layer and part
+    nbytes: int  # used bytes
+    stride: int  # bytes from one to the next
+    per_slab: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All units of a model and the slab they share."""
+
+    kinds: tuple[Kind | None, ...]  # by layer; None: a layer without state
+    units: tuple[Unit, ...]
+    unit_of: dict[int, int]  # layer → index into units
+    page_tokens: int
+    slab_bytes: int
+
+    @staticmethod
+    def of(
+        kinds: Sequence[Kind | None],
+        *,
+        page_tokens: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+    ) -> "Layout":
+        groups: dict[tuple[bool, int | None], dict[tuple[int, str], tuple[Part, tuple[int, ...]]]] = {}
+        for layer, kind in enumerate(kinds):
+            if kind is None:
+                continue
+            if isinstance(kind, PageKind):
+                group = groups.setdefault((True, kind.reach), {})
+                for part in kind.parts(kv_dtype or dtype):
+                    group[layer, part.name] = (part, (page_tokens, *part.shape))
+            else:
+                group = groups.setdefault((False, 0), {})
+                for part in kind.parts(dtype):
+                    group[layer, part.name] = (part, part.shape)
+        packed = [(key, *_pack(group)) for key, group in groups.items()]
+        slab, per_slab = _slab([nbytes for _, _, nbytes in packed])
+        units = tuple(
+            Unit(_name(*key), *key, fields, nbytes, slab // count, count)
+            for (key, fields, nbytes), count in zip(packed, per_slab, strict=True)
+        )
+        unit_of = {layer: index for index, unit in enumerate(units) for layer, _ in unit.fields}
+        return Layout(tuple(kinds), units, unit_of, page_tokens, slab)
+
+
+def _name(is_page: bool, reach: int | None) -> str:
+    if not is_page:
+        return "slots"
+    return "pages" if reach is None else f"pages of window {reach + 1}"
+
+
+def _pack(parts: dict[tuple[int, str], tuple[Part, tuple[int, ...]]]) -> tuple[dict[tuple[int, str], Field], int]:
+    """Lay the fields of one unit one after the other; returns them and the bytes they take."""
+    fields, end = {}, 0
+    for key, (part, shape) in parts.items():
+        fields[key] = field = Field(part, shape, _round_up(end, FIELD_ALIGN))
+        end = field.offset + field.nbytes
+    return fields, end
+
+
+def _slab(sizes: list[int]) -> tuple[int, list[int]]:
+    """The slab size, and how many of each unit fit in it.
+
+    A unit's stride is slab / count, so the slab must be a multiple of every count × ALIGN. Slabs of one to eight of
+    the largest unit are tried, with the most of each unit that fit and with counts that divide one another (which
+    keeps that multiple small). A larger slab must save 2% of padding, since a slab is what one unit takes from others.
+    """
+    sizes = [_round_up(max(size, 1), ALIGN) for size in sizes]
+    largest = max(sizes, default=ALIGN)
+    best: tuple[float, int, list[int]] | None = None
+    for times in range(1, 9):
+        most = [times * largest // size for size in sizes]
+        for counts in (most, _dividing(most)):
+            slab = _round_up(times * largest, math.lcm(*(count * ALIGN for count in counts), ALIGN))
+            waste = max((1 - count * size / slab for count, size in zip(counts, sizes, strict=True)), default=0.0)
+            if best is None or waste < best[0] - 0.02:
+                best = (waste, slab, counts)
+    assert best is not None
+    return best[1], best[2]
+
+
+def _dividing(counts: list[int]) -> list[int]:
+    """The counts lowered until each divides the next larger one."""
+    lowered: dict[int, int] = {}
+    divisor = 1
+    for count in sorted(set(counts)):
+        lowered[count] = divisor = count // divisor * divisor
+    return [lowered[count] for count in counts]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

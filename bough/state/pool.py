@@ -1,0 +1,190 @@
+"""The memory of all state on one device: one arena, cut into slabs, lent out as pages and slots.
+
+Invariants (`check()` asserts them):
+- refs(entry) is the number of live holders (states, and later snapshots) that list it; scratch entries have one more.
+- A slab is free or belongs to exactly one unit; a unit owns a slab exactly while one of its entries there is used.
+- free + used == all, in slabs and in bytes.
+- A page's fill mark is at least what any holder has in it.
+Entry 0 of a unit's first slab is scratch: padded rows read and write it, and nobody looks at what it holds.
+
+Knows nothing of tokens, sequences or trees.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bough.errors import PoolFull
+from bough.state.layout import Layout, Unit
+
+Ids = NDArray[np.int64]
+
+
+class Holder(Protocol):
+    """Whoever keeps references to entries of the pool."""
+
+    def references(self) -> Iterable[tuple[int, Ids]]:
+        """Pairs of a unit's index and the entries held there."""
+
+
+class Store:
+    """The entries of one unit: where they are, how many refer to each, how far each page is filled."""
+
+    def __init__(self, unit: Unit, arena: torch.Tensor, slab_bytes: int, free_slabs: list[int]) -> None:
+        self.unit = unit
+        self.capacity = arena.numel() // slab_bytes * unit.per_slab
+        self.refs = np.zeros(self.capacity, np.int32)
+        self.fill = np.zeros(self.capacity, np.int32)
+        self.data = arena.view(-1, unit.stride)  # [capacity, stride] uint8: one row is one page or slot
+        self.parts = {key: self._view(arena, key) for key in unit.fields}
+        self._free_slabs = free_slabs  # shared by all stores
+        self._free: dict[int, list[int]] = {}  # the slabs this unit owns → their unused entries
+        self.used = 0
+        self.scratch = int(self.take(1)[0])
+
+    def _view(self, arena: torch.Tensor, key: tuple[int, str]) -> torch.Tensor:
+        """One layer's part of every entry: [capacity, *shape], at the unit's stride (64-bit offsets)."""
+        field = self.unit.fields[key]
+        item = field.part.dtype.itemsize
+        inner = [1]
+        for size in reversed(field.shape[1:]):
+            inner.insert(0, inner[0] * size)
+        return arena.view(field.part.dtype).as_strided(
+            (self.capacity, *field.shape), (self.unit.stride // item, *inner), field.offset // item
+        )
+
+    @property
+    def unused(self) -> int:
+        """Entries that can be taken without another slab."""
+        return len(self._free) * self.unit.per_slab - self.used
+
+    def slabs_for(self, count: int) -> int:
+        """How many more slabs it takes to lend `count` entries."""
+        return max(0, -(-(count - self.unused) // self.unit.per_slab))
+
+    def take(self, count: int) -> Ids:
+        """Lend `count` entries, each with one reference. The caller has made sure that they fit."""
+        taken: list[int] = []
+        for free in self._free.values():  # slabs already owned first, so that as few as possible are held
+            keep = max(0, len(free) - (count - len(taken)))
+            taken += reversed(free[keep:])
+            del free[keep:]
+            if len(taken) == count:
+                break
+        while len(taken) < count:
+            slab = self._free_slabs.pop()
+            first = slab * self.unit.per_slab
+            lend = min(count - len(taken), self.unit.per_slab)
+            taken += range(first, first + lend)
+            self._free[slab] = list(range(first + self.unit.per_slab - 1, first + lend - 1, -1))
+        ids = np.array(taken, np.int64)
+        self.refs[ids] = 1
+        self.fill[ids] = 0
+        self.used += count
+        return ids
+
+    def share(self, ids: Ids) -> None:
+        self.refs[ids] += 1
+
+    def release(self, ids: Ids) -> None:
+        """Drop one reference to each; entries nobody refers to go back, and so do slabs that are empty."""
+        self.refs[ids] -= 1
+        gone = ids[self.refs[ids] == 0]
+        self.used -= len(gone)
+        for entry in gone.tolist():
+            slab = entry // self.unit.per_slab
+            free = self._free[slab]
+            free.append(entry)
+            if len(free) == self.unit.per_slab:
+                del self._free[slab]
+                self._free_slabs.append(slab)
+
+    def copy(self, source: Ids, target: Ids) -> None:
+        """Copy whole entries, all layers at once."""
+        for a, b in zip(source.tolist(), target.tolist(), strict=True):
+            self.data[b].copy_(self.data[a])
+
+    def check(self, expected: NDArray[np.int32]) -> set[int]:
+        """Assert the invariants given the references holders have; returns the slabs this unit owns."""
+        expected[self.scratch] += 1
+        wrong = np.flatnonzero(expected != self.refs)
+        assert not len(wrong), f"{self.unit.name} {wrong[:8]}: refs {self.refs[wrong[:8]]}, held {expected[wrong[:8]]}"
+        assert self.used == int(np.count_nonzero(self.refs))
+        free = sorted(entry for entries in self._free.values() for entry in entries)
+        owned = sorted(s * self.unit.per_slab + i for s in self._free for i in range(self.unit.per_slab))
+        assert sorted([*free, *np.flatnonzero(self.refs).tolist()]) == owned, f"{self.unit.name}: an entry is lost"
+        assert all(len(entries) < self.unit.per_slab for entries in self._free.values()), "an empty slab is kept"
+        return set(self._free)
+
+
+class Pool:
+    """One arena of `nbytes` and the stores that share its slabs."""
+
+    def __init__(
+        self, layout: Layout, nbytes: int, *, device: torch.device | str = "cpu", max_running: int = 256
+    ) -> None:
+        self.layout = layout
+        self.device = torch.device(device)
+        self.max_running = max_running
+        self.slabs = nbytes // layout.slab_bytes
+        self.nbytes = self.slabs * layout.slab_bytes
+        least = 2 * len(layout.units) * layout.slab_bytes  # a scratch slab and one to work with, each
+        if nbytes < least:
+            raise PoolFull(
+                f"{nbytes:,} bytes are too few for this model's state; it takes {least:,} at the least"
+                " (CacheConfig.device_bytes, or --cache-bytes)"
+            )
+        arena = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        self._free_slabs = list(range(self.slabs - 1, -1, -1))
+        self.stores = tuple(Store(unit, arena, layout.slab_bytes, self._free_slabs) for unit in layout.units)
+        self.page_stores = tuple(i for i, store in enumerate(self.stores) if store.unit.is_page)
+        slots = [i for i, store in enumerate(self.stores) if not store.unit.is_page]
+        self.slot_store = slots[0] if slots else None
+        self.running = 0  # states alive
+        self._holders: set[Holder] = set()
+
+    def part(self, layer: int, name: str) -> torch.Tensor:
+        """A layer's part of every entry of its unit: [entries, *shape]."""
+        return self.stores[self.layout.unit_of[layer]].parts[layer, name]
+
+    def take(self, counts: Sequence[int]) -> list[Ids]:
+        """Lend so many entries of each unit, or none at all: raises PoolFull and changes nothing."""
+        slabs = sum(store.slabs_for(count) for store, count in zip(self.stores, counts, strict=True))
+        if slabs > len(self._free_slabs):
+            wanted = ", ".join(f"{n} {s.unit.name}" for n, s in zip(counts, self.stores, strict=True) if n)
+            raise PoolFull(
+                f"{wanted} do not fit: {self.free_bytes:,} of {self.nbytes:,} bytes are free;"
+                " release sequences or give the cache more memory"
+            )
+        return [store.take(count) for store, count in zip(self.stores, counts, strict=True)]
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all pages and slots that are lent out, each once; the scratch entries included."""
+        return sum(store.used * store.unit.stride for store in self.stores)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that no page and no slot uses. Those in slabs of one unit cannot serve another."""
+        return self.nbytes - self.used_bytes
+
+    def register(self, holder: Holder) -> None:
+        self._holders.add(holder)
+
+    def unregister(self, holder: Holder) -> None:
+        self._holders.remove(holder)
+
+    def check(self) -> None:
+        """Assert every invariant of the pool against its holders. For tests and for an idle engine."""
+        expected = [np.zeros(store.capacity, np.int32) for store in self.stores]
+        for holder in self._holders:
+            for index, ids in holder.references():
+                np.add.at(expected[index], ids, 1)
+        owned = [store.check(refs) for store, refs in zip(self.stores, expected, strict=True)]
+        every = sorted([*self._free_slabs, *(slab for slabs in owned for slab in slabs)])
+        assert every == list(range(self.slabs)), "a slab is lost or owned twice"
+        inside = sum(s.used * s.unit.stride + s.unused * s.unit.stride for s in self.stores)
+        assert inside + len(self._free_slabs) * self.layout.slab_bytes == self.nbytes
