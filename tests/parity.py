@@ -62,6 +62,16 @@ def reference_logits(reference: torch.nn.Module, tokens: list[int]) -> Tensor:
     return reference(torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 
+def check_prompt(reference: torch.nn.Module, model: Model, *, length: int = 40, tolerance: float = TOLERANCE) -> None:
+    """A prompt and a few single steps against the reference: for what differs in loading alone, or in precision."""
+    pool, tokens = pool_for(model), random_tokens(model.vocab_size, length, seed=5)
+    state = State(pool)
+    pieces = [tokens[:-8], *([token] for token in tokens[-8:])]
+    logits = torch.cat([feed(model, pool, [(state, piece)])[0] for piece in pieces]).float()
+    error = (logits - reference_logits(reference, tokens)).abs().max().item()
+    assert error <= tolerance, f"logits differ by {error:.2e}"
+
+
 def check_family(reference: torch.nn.Module, folder: Path, *, length: int = 61, tolerance: float = TOLERANCE) -> Model:
     """Whole prompt, odd pieces, single steps, ragged batches and greedy tokens, all against the reference."""
     reference.eval()

@@ -1,0 +1,1 @@
+"""What runs requests: scheduling, sampling, text, and the engine that ties them to a model."""

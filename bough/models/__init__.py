@@ -1,0 +1,1 @@
+"""Model families, each a short file that declares its kinds, and how their weights are read."""

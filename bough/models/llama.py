@@ -1,4 +1,7 @@
-"""Llama and models of its shape (Mistral, SmolLM2): pre-norm attention and SwiGLU."""
+"""Llama and models of its shape (Mistral, SmolLM2): pre-norm attention and SwiGLU.
+
+A family that differs only in its windows or in norms on the heads is a subclass (qwen3.py).
+"""
 
 from torch import Tensor
 
@@ -10,9 +13,13 @@ from bough.state.step import Step
 
 
 class Layer:
-    def __init__(self, config: ModelConfig, weights: Weights, index: int) -> None:
-        prefix, hidden, eps = f"model.layers.{index}", config.hidden_size, config.rms_norm_eps
-        self.attention_norm = RMSNorm(weights.tensor(f"{prefix}.input_layernorm.weight", (hidden,)), eps)
+    def __init__(self, config: ModelConfig, weights: Weights, index: int, window: int | None, head_norms: bool) -> None:
+        prefix, hidden, head_dim = f"model.layers.{index}", config.hidden_size, config.head_size
+
+        def norm(name: str, size: int) -> RMSNorm:
+            return RMSNorm(weights.tensor(f"{prefix}.{name}.weight", (size,)), config.rms_norm_eps)
+
+        self.attention_norm = norm("input_layernorm", hidden)
         self.attention = Attention(
             weights,
             f"{prefix}.self_attn",
@@ -20,12 +27,14 @@ class Layer:
             hidden=hidden,
             heads=config.num_attention_heads,
             kv_heads=config.get("num_key_value_heads", config.num_attention_heads),
-            head_dim=config.head_size,
-            window=config.get("sliding_window"),
+            head_dim=head_dim,
+            window=window,
+            q_norm=norm("self_attn.q_norm", head_dim) if head_norms else None,
+            k_norm=norm("self_attn.k_norm", head_dim) if head_norms else None,
             bias=config.get("attention_bias", False),
             out_bias=config.get("attention_bias", False),
         )
-        self.mlp_norm = RMSNorm(weights.tensor(f"{prefix}.post_attention_layernorm.weight", (hidden,)), eps)
+        self.mlp_norm = norm("post_attention_layernorm", hidden)
         self.mlp = GatedMLP(
             weights,
             f"{prefix}.mlp",
@@ -41,12 +50,18 @@ class Layer:
 
 
 class Llama(Model):
+    head_norms = False  # whether each head of q and k is normed before it is rotated
+
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
-        self.layers = [Layer(config, weights, i) for i in range(config.num_hidden_layers)]
+        self.layers = [Layer(config, weights, i, window, self.head_norms) for i, window in enumerate(self.windows())]
         self.norm = RMSNorm(weights.tensor("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
         self.rope = Rope(config.head_size, config.rope(), self.context, weights)
         self.kinds = [layer.attention.kind for layer in self.layers]
+
+    def windows(self) -> list[int | None]:
+        """The window of each layer; None where it sees all."""
+        return [self.config.get("sliding_window")] * self.config.num_hidden_layers
 
     def __call__(self, step: Step) -> Tensor:
         x, rotation = self.embed(step.tokens), self.rope(step.positions)

@@ -1,14 +1,15 @@
 """From a folder to a model: which family a config names, and in what dtype it runs."""
 
 import importlib
+import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from bough.errors import ModelError, OptionError, UnknownArchitecture
 from bough.models.config import ModelConfig
+from bough.models.gguf import GGUFFile
 from bough.models.model import Model
 from bough.models.weights import Progress, SafetensorsFolder, Source, Weights
 
@@ -36,8 +37,12 @@ def load_model(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> Model:
-    """The model in a Hugging Face folder, its weights cast to `dtype` on `device`."""
-    if not path.is_dir():
+    """The model in a Hugging Face folder or a GGUF file, its weights cast to `dtype` on `device`."""
+    if os.path.isfile(path):
+        file = GGUFFile(path)
+        config = ModelConfig(file.config(), f"the metadata of {path}")
+        return build_model(config, file, dtype=dtype, device=device, progress=progress)
+    if not os.path.isdir(path):
         raise ModelError(f"{path} is not there; give a folder with config.json and *.safetensors, or a .gguf file")
     return build_model(
         ModelConfig.from_folder(path), SafetensorsFolder(path), dtype=dtype, device=device, progress=progress
@@ -53,13 +58,17 @@ def build_model(
     progress: Progress | None = None,
 ) -> Model:
     family = family_of(config)
-    config = config.text
+    config = config.text.over(family.defaults)
     weights = Weights(
-        source, dtype=choose_dtype(dtype, config, device), device=device, rename=rename_for(source), progress=progress
+        source,
+        dtype=choose_dtype(dtype, config, device),
+        device=device,
+        rename=name_in_language_model,
+        progress=progress,
     )
     model = family(config, weights)
-    tied = "|lm_head\\.weight$" if model.head is model.embedding else ""  # some files repeat a tied head
-    weights.finish(ignore=f"(?:{model.ignored or '$^'}){tied}")
+    model.weight_bytes = weights.nbytes
+    weights.finish(ignore=model.ignored)
     return model
 
 
@@ -82,12 +91,7 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device | str) -> 
     return stored or torch.float32
 
 
-def rename_for(source: Source) -> Callable[[str], str]:
+def name_in_language_model(name: str) -> str:
     """Models with other senses keep the language model under a prefix, in one of two orders."""
-
-    def rename(name: str) -> str:
-        return re.sub(r"^(model\.language_model|language_model\.model)\.", "model.", name).replace(
-            "language_model.lm_head.", "lm_head."
-        )
-
-    return rename
+    name = re.sub(r"^(model\.language_model|language_model\.model)\.", "model.", name)
+    return re.sub(r"^language_model\.lm_head\.", "lm_head.", name)

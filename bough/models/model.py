@@ -1,12 +1,13 @@
 """What every model is: kinds of state, a forward over a step, and the head that turns hidden rows into logits."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bough import ops
 from bough.models.config import ModelConfig
 from bough.models.weights import Weights
 from bough.state.kinds import Kind
@@ -17,6 +18,8 @@ class Model(ABC):
     """A decoder: tokens and state in, hidden rows out. Holds weights; keeps nothing between calls."""
 
     kinds: Sequence[Kind | None]  # by layer
+    weight_bytes: int  # of all tensors read
+    defaults: Mapping[str, Any] = {}  # what a config.json of the family may leave out
     ignored: str | None = None  # tensors of other senses that a checkpoint may bring along
     kept: str | None = None  # tensors that are loaded as they are for a drafter
 
@@ -27,12 +30,15 @@ class Model(ABC):
         self.context: int = config.max_position_embeddings
         self.dtype, self.device = weights.dtype, weights.device
         self.embedding = weights.tensor("model.embed_tokens.weight", (self.vocab_size, self.hidden_size))
-        self.head = self.embedding
-        if not config.get("tie_word_embeddings", self.tied_by_default):
-            self.head = weights.tensor("lm_head.weight", (self.vocab_size, self.hidden_size))
+        self.head = self._head(config.get("tie_word_embeddings", False), weights)
         self.extra = weights.take(self.kept) if self.kept else {}
 
-    tied_by_default = False
+    def _head(self, tied: bool, weights: Weights) -> Tensor:
+        """The embedding where it is tied. A file may repeat it as the head; one that differs was trained apart."""
+        name = "lm_head.weight"
+        if tied and (name not in weights or weights.repeats(name, self.embedding)):
+            return self.embedding
+        return weights.tensor(name, (self.vocab_size, self.hidden_size))
 
     @abstractmethod
     def __call__(self, step: Step) -> Tensor:
@@ -43,29 +49,4 @@ class Model(ABC):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] → [N, vocabulary]."""
-        return F.linear(hidden, self.head)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights, each storage once."""
-        seen: dict[int, int] = {}
-        _collect(self, seen, set())
-        return sum(seen.values())
-
-
-def _collect(value: object, seen: dict[int, int], visited: set[int]) -> None:
-    if isinstance(value, torch.Tensor):
-        seen[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-    elif isinstance(value, list | tuple | dict) or type(value).__module__.startswith("bough."):
-        if id(value) in visited:
-            return
-        visited.add(id(value))
-        inner = (
-            value.values()
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, list | tuple)
-            else vars(value).values()
-        )
-        for each in inner:
-            _collect(each, seen, visited)
+        return ops.linear(hidden, self.head)

@@ -5,9 +5,9 @@ built: it checks shapes, casts, fuses projections that share their input, and wr
 wrong shape, so that `finish()` can report everything at once instead of the first thing.
 """
 
-import json
+import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,8 +17,10 @@ from torch import Tensor
 
 from bough.errors import BadWeights
 from bough.models.blocks import Linear
+from bough.models.config import read_json
 
-Progress = Callable[[int, int], None]  # (bytes read, bytes in all)
+Progress = Callable[[int, int], None]  # (tensors read, tensors in all)
+AGAIN = "download the model again"
 
 
 class Source(Protocol):
@@ -34,39 +36,41 @@ class Source(Protocol):
 
 
 class SafetensorsFolder:
-    """The *.safetensors of a model folder: one file, or shards with an index."""
+    """The *.safetensors of a model folder: model.safetensors, or shards with an index, or whatever there is.
+
+    An index says which shard a tensor is in; a tensor that it does not place must be in one file alone.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.where = str(folder)
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, Any] = {}  # tensor → the open file that it is in
         index = folder / "model.safetensors.index.json"
-        if index.exists():
-            try:
-                placed = json.loads(index.read_text())["weight_map"]
-                shards = sorted({Path(folder / name).name for name in placed.values()})
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise BadWeights(f"{index} is not a shard index ({error}); download it again") from None
+        placed: dict[str, str] = {}
+        if os.path.exists(folder / "model.safetensors"):
+            shards = ["model.safetensors"]
+        elif os.path.exists(index):
+            placed = _read_index(index)
+            shards = sorted(set(placed.values()))
         else:
-            placed = {}
-            shards = sorted(path.name for path in folder.glob("*.safetensors"))
-        if not shards:
-            raise BadWeights(f"{folder} has no *.safetensors; give a folder with weights in that format")
+            shards = _without_index(folder)
         for shard in shards:
-            self._open(folder / shard)
+            self._open(folder / shard, placed)
         lost = sorted(set(placed) - set(self._files))
         if lost:
-            raise BadWeights(f"{index.name} lists tensors that no shard has: {_some(lost)}; download the model again")
+            raise BadWeights(f"{index} lists tensors that their shards do not have: {_some(lost)}; {AGAIN}")
 
-    def _open(self, path: Path) -> None:
-        if not path.exists():
-            raise BadWeights(f"{path} is missing, and the shard index names it; download it again")
+    def _open(self, path: Path, placed: Mapping[str, str]) -> None:
         try:
             file = safe_open(path, framework="pt")
-            self._files.update(dict.fromkeys(file.keys(), file))
+        except FileNotFoundError:
+            raise BadWeights(f"{path} is missing; {AGAIN}") from None
         except (SafetensorError, OSError, ValueError) as error:
-            raise BadWeights(
-                f"{path} cannot be read ({error}); it is damaged or cut short: download it again"
-            ) from None
+            raise BadWeights(f"{path} is damaged or cut short ({error}); {AGAIN}") from None
+        names = [name for name in file.keys() if placed.get(name, path.name) == path.name]  # noqa: SIM118 (no mapping)
+        twice = sorted(name for name in names if name in self._files)
+        if twice:
+            raise BadWeights(f"{path} repeats tensors of another file there: {_some(twice)}; remove the file to ignore")
+        self._files.update(dict.fromkeys(names, file))
 
     def names(self) -> Iterable[str]:
         return self._files
@@ -76,6 +80,32 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> Tensor:
         return self._files[name].get_tensor(name)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Which shard each tensor is in. A shard is a name in the same folder: an index leads nowhere else."""
+    placed = read_json(path).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):
+        raise BadWeights(f"{path} has no weight_map from tensors to shards; {AGAIN}")
+    foreign = sorted(shard for shard in set(placed.values()) if not re.fullmatch(r"[^/\\]+\.safetensors", shard))
+    if foreign:
+        raise BadWeights(f"{path} names what is no *.safetensors in its folder: {_some(foreign)}; {AGAIN}")
+    if not placed:
+        raise BadWeights(f"{path} lists no tensors; {AGAIN}")
+    return placed
+
+
+def _without_index(folder: Path) -> list[str]:
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not shards and any(folder.glob("*.bin")):
+        raise BadWeights(
+            f"{folder} has its weights in *.bin only. Those are pickle files, which can run code when read, so Bough"
+            " refuses them; if you trust them, convert them with transformers:"
+            " AutoModelForCausalLM.from_pretrained(folder).save_pretrained(another_folder)"
+        )
+    if not shards:
+        raise BadWeights(f"{folder} has no *.safetensors; give a folder with weights in that format")
+    return shards
 
 
 class Weights:
@@ -91,11 +121,15 @@ class Weights:
         progress: Progress | None = None,
     ) -> None:
         self.source, self.dtype, self.device = source, dtype, torch.device(device)
-        self._names = {rename(name): name for name in source.names()}
+        self._names: dict[str, str] = {}  # today's name → the name in the source
+        for name in source.names():
+            if self._names.setdefault(rename(name), name) != name:
+                raise BadWeights(f"{source.where} has both {self._names[rename(name)]} and {name}; {AGAIN}")
         self._unused = set(self._names)
         self._missing: list[str] = []
         self._misshapen: list[str] = []
         self._progress = progress
+        self.nbytes = 0  # of what was handed out
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -115,10 +149,23 @@ class Weights:
         if found != tuple(shape):
             self._misshapen.append(f"{name} is {list(found)}, expected {list(shape)}")
             return stand_in
-        value = self.source.read(self._names[name]).to(self.device, target)
+        value = self.source.read(self._names[name])
+        if not value.is_floating_point():
+            self._misshapen.append(f"{name} holds {value.dtype}, expected floating point")
+            return stand_in
+        value = value.to(self.device, target)
+        self.nbytes += value.nbytes
         if self._progress:
             self._progress(len(self._names) - len(self._unused), len(self._names))
         return value
+
+    def repeats(self, name: str, tensor: Tensor) -> bool:
+        """Whether the source has under this name what was read as `tensor` already; that then counts as used."""
+        same = self.source.shape(self._names[name]) == tuple(tensor.shape) and not tensor.is_meta
+        same = same and torch.equal(self.source.read(self._names[name]).to(tensor.device, tensor.dtype), tensor)
+        if same:
+            self._unused.discard(name)
+        return same
 
     def linear(
         self, names: str | Sequence[str], outputs: int | Sequence[int], inputs: int, bias: bool = False
@@ -139,7 +186,7 @@ class Weights:
     def finish(self, ignore: str | None = None) -> None:
         """Everything must have been there, in shape, and used; what matches `ignore` may be left over."""
         left = sorted(name for name in self._unused if not (ignore and re.match(ignore, name)))
-        faults = [("missing", self._missing), ("of the wrong shape", self._misshapen), ("unexpected", left)]
+        faults = [("missing", self._missing), ("of the wrong shape or type", self._misshapen), ("unexpected", left)]
         said = [f"{len(names)} tensors {fault}: {_some(names)}" for fault, names in faults if names]
         if said:
             raise BadWeights(
@@ -156,5 +203,5 @@ def _fuse(tensors: list[Tensor]) -> Tensor:
     return torch.cat(tensors)
 
 
-def _some(names: Sequence[str], most: int = 20) -> str:
+def _some(names: Sequence[str], most: int = 100) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -6,6 +6,7 @@ Every op that uses state takes it stored (Pages, Slots) or as explicit tensors, 
 from bough.ops.attention import Mask, attention, write_pages
 from bough.ops.conv import causal_conv
 from bough.ops.delta import delta_gates, gated_delta
+from bough.ops.linear import linear
 from bough.ops.norm import rms_norm, rms_norm_gated, rms_norm_scaled
 from bough.ops.ragged import Pages, Rows, Slots
 from bough.ops.rope import inverse_frequencies, rotate, rotations
@@ -20,6 +21,7 @@ __all__ = [
     "delta_gates",
     "gated_delta",
     "inverse_frequencies",
+    "linear",
     "rms_norm",
     "rms_norm_gated",
     "rms_norm_scaled",

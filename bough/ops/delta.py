@@ -1,35 +1,29 @@
 """The gated delta rule over ragged rows, each with its own carried float32 state.
 
-Per token and head, with state S [dk, dv], decay exp(g), and q, k of unit length:
-    S ← exp(g) S;   S ← S + k (β (v − Sᵀk))ᵀ;   out = Sᵀ q / √dk
-`recurrent` does just that. `chunked` gives the same for many tokens by solving one triangular system a chunk.
+Per token and v head, with state S [dk, dv], decay exp(g), and q and k of unit length:
+    S ← exp(g) S;   S ← S + k (β (v − Sᵀk))ᵀ;   out = Sᵀq / √dk
+`advance_token` does just that. `advance_chunk` does it for several tokens at once: what each token changes depends on
+what the tokens before it in the chunk changed, which is one triangular system. A chunk may be of any length, so rows
+and cuts need no padding: a row is worked off in chunks, and one ends at every cut.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bough.ops.ragged import Rows, Slots
+from bough.ops.ragged import Carried, Rows, Slots, close_slots, open_slots
 
-CHUNK = 64
-FEW = 4  # up to so many tokens the per-token form is cheaper
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """The output [T, Hv, dv]; with an explicit state also each row's state after it, and those at its cuts."""
-
-    out: Tensor
-    state: Tensor | None = None  # [R, Hv, dk, dv] float32
-    cuts: tuple[Tensor, ...] = ()  # for each row [cuts, Hv, dk, dv]
+CHUNK = 32  # tokens; more means larger products, but work within a chunk that grows with its square
 
 
-def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The log decay g ≤ 0 and the step size β, both float32 [T, Hv], of projections a and b."""
-    g = -torch.exp(a_log.float()) * F.softplus(a.float() + dt_bias.float())
-    return g, torch.sigmoid(b).float()
+def delta_gates(a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The log decay g ≤ 0 and the step size β, both float32 [T, Hv], of projections a and b [T, Hv].
+
+    rate = −exp(A_log) and dt_bias are float32 [Hv].
+    """
+    return rate * F.softplus(a.float() + dt_bias), torch.sigmoid(b).float()
 
 
 def gated_delta(
@@ -42,100 +36,102 @@ def gated_delta(
     *,
     stored: Slots | None = None,
     explicit: Tensor | None = None,
-) -> Delta:
-    """q, k [T, Hk, dk] (not yet normalised), v [T, Hv, dv], g and beta [T, Hv] → out [T, Hv, dv].
+) -> Carried:
+    """q, k [T, Hk, dk] (not yet of unit length), v [T, Hv, dv], g and beta [T, Hv] → out [T, Hv, dv].
 
     Hv is a multiple of Hk: each k head serves Hv / Hk neighbouring v heads. The state is in `stored` slots (zeros for
     a row without history) or `explicit` [R, Hv, dk, dv]. At a row's cuts the state is emitted too.
     """
-    if (stored is None) == (explicit is None):
-        raise ValueError("gated_delta takes stored slots or an explicit state: exactly one of them")
-    group = v.shape[1] // k.shape[1]
-    q = (_unit(q) * q.shape[-1] ** -0.5).repeat_interleave(group, 1)
-    k = _unit(k).repeat_interleave(group, 1)
-    values = v.float()
-    out = torch.empty_like(v)
-    states = None if explicit is None else explicit.clone()
-    cuts = [v.new_empty(0)] * len(rows.counts)
+    slots = open_slots("gated_delta", rows, stored, explicit)
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
     for row, start, end in rows:
-        if states is not None:
-            state = states[row]
-        elif rows.history[row]:
-            assert stored is not None
-            state = stored.data[stored.read[row]]
-        else:
-            state = torch.zeros(v.shape[1], k.shape[2], v.shape[2], device=v.device)
-        target = states[row] if states is not None else stored.data[stored.write[row]]  # type: ignore[union-attr]
-        edges = [*rows.cuts_of(row), end - start]
-        at, emitted = 0, []
-        for edge in dict.fromkeys(edges):
-            piece = slice(start + at, start + edge)
-            form = recurrent if edge - at <= FEW else chunked
-            out[piece], state = form(q[piece], k[piece], values[piece], g[piece], beta[piece], state, target)
-            at = edge
-            if edge in rows.cuts_of(row):
-                if stored is not None:
-                    stored.data[stored.cut[row][len(emitted)]] = state
-                emitted.append(state.clone() if states is not None else state)
-        if states is not None and emitted:
-            cuts[row] = torch.stack(emitted)
-    return Delta(out, states, tuple(cuts) if states is not None else ())
+        state, target = slots.data[slots.read[row]], slots.data[slots.write[row]]
+        emit = slots.cuts_of(row, rows)
+        for first, last in _pieces(end - start, emit):
+            piece = slice(start + first, start + last)
+            advance = advance_token if last - first == 1 else advance_chunk
+            out[piece] = advance(q[piece], k[piece], v[piece], g[piece], beta[piece], state, target)
+            state = target
+            if last in emit:
+                slots.data[emit[last]] = state
+    return close_slots(out, slots, explicit)
 
 
-def _unit(x: Tensor) -> Tensor:
-    x = x.float()
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+def _pieces(count: int, cuts: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """[0, count) in ranges of at most CHUNK tokens, one of which ends at each cut."""
+    first = 0
+    for edge in (*cuts, count):
+        while first < edge:
+            last = min(first + CHUNK, edge)
+            yield first, last
+            first = last
 
 
-def recurrent(
+def advance_token(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, target: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One token after the other: q, k [n, H, dk], v [n, H, dv] → [n, H, dv]; the state goes to `target`."""
-    decay = torch.exp(g)[..., None, None]  # [n, H, 1, 1]
-    outs = []
-    for t in range(q.shape[0]):
-        state = torch.mul(state, decay[t], out=target)
-        seen = torch.bmm(k[t, :, None], state)  # [H, 1, dv]
-        change = (v[t, :, None] - seen) * beta[t, :, None, None]
-        state.baddbmm_(k[t, :, :, None], change)
-        outs.append(torch.bmm(q[t, :, None], state)[:, 0])
-    return (outs[0][None] if len(outs) == 1 else torch.stack(outs)), state
+) -> Tensor:
+    """One token: [1, H, d] each. Reads the state once for q and k together, then decays and updates it into `target`.
+
+    Sᵀq after the update is exp(g) Sᵀq before it, plus (kᵀq) times the change.
+    """
+    both = _unit(q, k, len(state))  # [H, 2, dk]
+    g, beta = g.T, beta.T  # [H, 1]
+    decay = torch.exp(g)
+    seen = torch.bmm(both, state) * decay[..., None]  # [H, 2, dv]
+    change = (v[0] - seen[:, 0]) * beta  # [H, dv]
+    key, query = both.unbind(1)
+    torch.mul(state, decay[..., None], out=target).addcmul_(key[:, :, None], change[:, None])
+    return seen[:, 1] + torch.linalg.vecdot(key, query)[:, None] * change
 
 
-def chunked(
+def advance_token4(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, target: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The same for many tokens. Padding has beta = 0 and g = 0, which changes nothing."""
-    n = q.shape[0]
-    size = min(CHUNK, n)
-    q, k, v = (_chunks(x, size) for x in (q, k, v))  # [C, H, L, d]
-    g, beta = (_chunks(x[..., None], size) for x in (g, beta))  # [C, H, L, 1]
-    total = g.cumsum(2)
-    decay = (total - total.transpose(2, 3)).masked_fill_(_above(size, 1, q.device), -torch.inf).exp_()  # [C, H, L, L]
-    system = (beta * (k @ k.transpose(2, 3))) * decay  # its strict lower part; the solver takes the diagonal as 1
-    right = torch.cat([beta * v, beta * k * total.exp()], -1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    u, w = solved.split([v.shape[-1], k.shape[-1]], -1)
-    within = (q @ k.transpose(2, 3)) * decay
-    q = q * total.exp()
-    last = total[:, :, -1:]
-    k = k * (last - total).exp()
-    outs = []
-    for c in range(q.shape[0]):
-        change = torch.baddbmm(u[c], w[c], state, alpha=-1)
-        outs.append(torch.baddbmm(within[c] @ change, q[c], state))
-        state = torch.baddbmm(last[c].exp() * state, k[c].transpose(1, 2), change)
-    target.copy_(state)
-    return torch.stack(outs).transpose(1, 2).flatten(0, 1)[:n], target
+) -> Tensor:
+    both = _unit(q, k, len(state))  # [H, 2, dk]
+    torch.mul(state, torch.exp(g).T[..., None], out=target)
+    seen = torch.bmm(both[:, :1], target)  # [H, 1, dv]
+    change = (v.transpose(0, 1) - seen) * beta.T[..., None]  # [H, 1, dv]
+    target.addcmul_(both[:, 0, :, None], change)
+    return torch.bmm(both[:, 1:], target).transpose(0, 1)
 
 
-def _chunks(x: Tensor, size: int) -> Tensor:
-    """[n, H, d] → [C, H, L, d], zeros at the end."""
-    pad = -x.shape[0] % size
-    if pad:
-        x = F.pad(x, (0, 0, 0, 0, 0, pad))
-    return x.view(-1, size, *x.shape[1:]).transpose(1, 2)
+def advance_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, target: Tensor
+) -> Tensor:
+    """The same for n tokens: q, k [n, Hk, dk], v [n, H, dv], g and beta [n, H] → [n, H, dv]."""
+    n, heads, width = v.shape
+    both = _unit(q, k, heads)  # [H, 2n, dk]: keys, then queries
+    keys = both[:, :n]
+    g, beta = g.T, beta.T[..., None]  # [H, n], [H, n, 1]
+    between = _decay_between(g)
+    since = g.cumsum(1).exp()[..., None]  # [H, n, 1]: the decay from the start of the chunk to each token
+    scores = torch.bmm(both, keys.transpose(1, 2)).view(heads, 2, n, n) * between[:, None]
+    seen = torch.bmm(both, state).view(heads, 2, n, width) * since[:, None]  # of the state before the chunk
+    # (1 + strictly lower part of β · scores of keys) change = β (v − seen). Solved from the right, transposed: that is
+    # how these tensors lie in memory for the solver.
+    system = scores[:, 0] * beta
+    wanted = (v.transpose(0, 1) - seen[:, 0]) * beta
+    change = torch.linalg.solve_triangular(
+        system.transpose(1, 2), wanted.transpose(1, 2), upper=True, left=False, unitriangular=True
+    ).transpose(1, 2)  # [H, n, dv]
+    torch.mul(state, since[:, -1:], out=target)
+    target.baddbmm_((keys * between[:, -1, :, None]).transpose(1, 2), change)
+    return torch.baddbmm(seen[:, 1], scores[:, 1], change).transpose(0, 1)
 
 
-def _above(size: int, diagonal: int, device: torch.device) -> Tensor:
-    return torch.ones(size, size, dtype=torch.bool, device=device).triu_(diagonal)
+def _unit(q: Tensor, k: Tensor, heads: int) -> Tensor:
+    """Keys and queries of n tokens by v head [H, 2n, dk] in float32, of unit length, queries also divided by √dk."""
+    both = torch.cat([k.transpose(0, 1), q.transpose(0, 1)], 1).float()  # [Hk, 2n, dk]
+    both *= torch.rsqrt(torch.linalg.vecdot(both, both)[..., None] + 1e-6)
+    both[:, len(k) :] *= q.shape[-1] ** -0.5
+    return both if len(both) == heads else both.repeat_interleave(heads // len(both), 0)
+
+
+def _decay_between(g: Tensor) -> Tensor:
+    """[H, n, n]: the decay from token j (its own not counted) to token i; 0 where j comes after i.
+
+    Each entry is the sum of its own span of g. Differences of one running sum would be cheaper, but after a strong
+    decay they keep no digits of the weak ones that follow.
+    """
+    n = g.shape[1]
+    return g[:, :, None].expand(-1, n, n).tril(-1).cumsum(1).exp_().tril_()

@@ -6,7 +6,7 @@ an op can be given explicit tensors instead.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -75,3 +75,45 @@ class Slots:
     read: tuple[int, ...]
     write: tuple[int, ...]
     cut: tuple[tuple[int, ...], ...] = ()
+
+    def cuts_of(self, row: int, rows: Rows) -> dict[int, int]:
+        """The slot of each of the row's cuts."""
+        return dict(zip(rows.cuts_of(row), self.cut[row] if self.cut else (), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What an op with slots gives: its output and, where the state was explicit, what became of that."""
+
+    out: torch.Tensor  # [T, ...]
+    state: torch.Tensor | None = None  # [R, *shape]: after each row's tokens
+    cuts: tuple[torch.Tensor, ...] = ()  # for each row [cuts, *shape]
+
+
+def open_slots(op: str, rows: Rows, stored: Slots | None, explicit: torch.Tensor | None) -> Slots:
+    """The slots that an op works on, every row with something to read.
+
+    Those stored, zeroed for rows without history; or, for explicit state, slots of its own: one a row, then one a cut.
+    """
+    if (stored is None) == (explicit is None):
+        raise ValueError(f"{op} takes stored slots or explicit state: exactly one of them")
+    if explicit is not None:
+        count = len(rows.counts)
+        ids = iter(range(count, count + sum(map(len, rows.cuts))))
+        cut = tuple(tuple(next(ids) for _ in rows.cuts_of(row)) for row in range(count))
+        data = torch.cat([explicit, explicit.new_empty(sum(map(len, cut)), *explicit.shape[1:])])
+        return Slots(data, tuple(range(count)), tuple(range(count)), cut)
+    assert stored is not None
+    if all(rows.history):
+        return stored
+    for row, _, _ in rows:
+        if not rows.history[row]:
+            stored.data[stored.write[row]].zero_()
+    return replace(stored, read=tuple(r if h else w for r, w, h in zip(stored.read, stored.write, rows.history, strict=True)))
+
+
+def close_slots(out: torch.Tensor, slots: Slots, explicit: torch.Tensor | None) -> Carried:
+    """The output, with the states that `open_slots` made room for where they were explicit."""
+    if explicit is None:
+        return Carried(out)
+    return Carried(out, slots.data[: len(explicit)], tuple(slots.data[list(cut)] for cut in slots.cut))

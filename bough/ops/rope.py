@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bough.errors import UnknownArchitecture
+from bough.errors import ModelError, UnknownArchitecture
 
 
 def inverse_frequencies(head_dim: int, rope: Mapping[str, Any], context: int) -> tuple[Tensor, float]:
@@ -22,6 +22,10 @@ def inverse_frequencies(head_dim: int, rope: Mapping[str, Any], context: int) ->
     kind = rope.get("rope_type", rope.get("type")) or "default"
     theta = float(rope.get("rope_theta", 10000.0))
     rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    if head_dim % 2 or not rotated:
+        raise ModelError(
+            f"rope cannot turn {rotated} dimensions of heads with {head_dim}: check head_dim in config.json"
+        )
     if kind == "proportional":
         frequencies = _plain(theta, head_dim)
         frequencies[rotated // 2 :] = 0
@@ -31,9 +35,11 @@ def inverse_frequencies(head_dim: int, rope: Mapping[str, Any], context: int) ->
         case "default" | "mrope":  # for text alone the rows of mrope are all the same
             return frequencies, 1.0
         case "linear":
-            return frequencies / rope["factor"], 1.0
+            return frequencies / _required(rope, "factor"), 1.0
+        case "divided":  # by a divisor for each: how a GGUF file gives what "llama3" computes
+            return frequencies / torch.tensor(rope["divisors"]), 1.0
         case "llama3":
-            return _llama3(frequencies, rope), 1.0
+            return _llama3(frequencies, rope, context), 1.0
         case "yarn":
             return _yarn(frequencies, theta, rotated, rope, context)
     raise UnknownArchitecture(
@@ -41,17 +47,27 @@ def inverse_frequencies(head_dim: int, rope: Mapping[str, Any], context: int) ->
     )
 
 
+def _required(rope: Mapping[str, Any], name: str) -> float:
+    if name not in rope:
+        raise ModelError(f"the rope parameters in config.json lack {name!r}; take the file that belongs to the weights")
+    return rope[name]
+
+
 def _plain(theta: float, dim: int) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
 
 
-def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
+def _llama3(frequencies: Tensor, rope: Mapping[str, Any], context: int) -> Tensor:
     """Long waves are slowed by the factor, short ones kept, those between blended."""
-    original = rope["original_max_position_embeddings"]
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    original = rope.get("original_max_position_embeddings") or context
+    low, high = _required(rope, "low_freq_factor"), _required(rope, "high_freq_factor")
+    if low >= high:
+        raise ModelError(
+            f"the rope parameters in config.json have low_freq_factor {low}, not below high_freq_factor {high}"
+        )
     turns = original * frequencies / (2 * math.pi)
     blend = ((turns - low) / (high - low)).clamp(0, 1)
-    return blend * frequencies + (1 - blend) * frequencies / rope["factor"]
+    return blend * frequencies + (1 - blend) * frequencies / _required(rope, "factor")
 
 
 def _yarn(frequencies: Tensor, theta: float, dim: int, rope: Mapping[str, Any], context: int) -> tuple[Tensor, float]:
@@ -66,7 +82,7 @@ def _yarn(frequencies: Tensor, theta: float, dim: int, rope: Mapping[str, Any], 
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2).float() - low) / ((high - low) or 0.001)).clamp(0, 1)
     sharpen = rope.get("attention_factor")
     if sharpen is None:
         sharpen = _yarn_sharpening(factor, rope.get("mscale"), rope.get("mscale_all_dim"))
@@ -81,10 +97,10 @@ def _yarn_sharpening(factor: float, mscale: float | None, mscale_all: float | No
 
 
 def rotations(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, rotated] for positions [T]."""
-    angles = positions.float()[:, None] * frequencies  # [T, rotated / 2]
-    angles = torch.cat([angles, angles], -1)[:, None]
-    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+    """cos and sin [T, 1, rotated] for positions [T]; sin is negative in its first half, as `rotate` wants it."""
+    angles = positions.float()[:, None, None] * frequencies  # [T, 1, rotated / 2]
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -92,5 +108,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotated = cos.shape[-1]
     if rotated < x.shape[-1]:
         return torch.cat([rotate(x[..., :rotated], cos, sin), x[..., rotated:]], -1)
-    a, b = x.chunk(2, -1)
-    return x * cos + torch.cat([-b, a], -1) * sin
+    return x * cos + x.roll(rotated // 2, -1) * sin

@@ -1,0 +1,1 @@
+"""The mechanism of state: kinds, the pool, live states, and the steps that change them. Never the tree."""

@@ -1,0 +1,280 @@
+"""The command line. Text goes to stdout and everything else to stderr, so output pipes; colours only decorate."""
+
+import queue
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from bough import BoughError, CacheConfig, Engine, SamplingParams, __version__
+from bough.engine.chat import Chat, Reply
+from bough.engine.request import Handle, Output
+from bough.errors import OptionError
+from bough.state.kinds import PageKind
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Run hybrid language models so that no token is computed twice that need not be.",
+)
+notes = Console(stderr=True, highlight=False)
+INTERRUPTED = 130  # what a shell expects of a program stopped by Ctrl-C
+
+Model = Annotated[str, typer.Argument(help="A folder in the Hugging Face layout, or a .gguf file.", show_default=False)]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps ...")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Context = Annotated[int | None, typer.Option(help="The most tokens of a sequence; what the model reads by default.")]
+CacheBytes = Annotated[str | None, typer.Option(help="Memory for state, e.g. 2G or 500M.", show_default=False)]
+
+
+def friendly(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What a user did wrong is one line on stderr, never a traceback. Ctrl-C ends quietly."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except BoughError as error:
+            notes.print(f"[red]error:[/red] {_plain(str(error))}", soft_wrap=True)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:  # whoever read our output has seen enough
+            sys.stderr.close()
+            raise typer.Exit(0) from None
+
+    return run
+
+
+@app.command(epilog="Examples: [bold]bough run ./model 'Why is the sky blue?'[/bold]   [bold]cat q.txt | bough run m.gguf[/bold]")
+@friendly
+def run(
+    model: Model,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT]...", help="One or several. None: read stdin, or chat if it is a terminal."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="The system prompt of the chat.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="The most tokens to write.")] = 512,
+    temperature: Annotated[float | None, typer.Option("--temperature", "-t", help="0: always the likeliest token.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Choose among the k likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Choose among the likeliest that sum to p.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens below p times the likeliest.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: repeat less.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Say how many tokens and how fast, at the end.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    context: Context = None,
+    cache_bytes: CacheBytes = None,
+) -> None:
+    """Continue prompts, or chat."""
+    with _load(model, device, dtype, context, cache_bytes) as engine:
+        given = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "seed": seed,
+            "stop": tuple(stop) if stop else None,
+        }
+        params = _params(engine.defaults, max_tokens, given)
+        if not prompts and not sys.stdin.isatty():
+            prompts = [sys.stdin.read()]
+        chats = not raw and engine.tokenizer is not None and engine.tokenizer.template is not None
+        if system is not None and not chats:
+            raise OptionError("--system needs a chat; the model has no chat template, or --raw was given")
+        if not prompts:
+            _talk(engine, system if chats else None, chats, params, stats)
+        else:
+            _answer(engine, [_start(engine, text, system, chats, params) for text in prompts], stats)
+
+
+@app.command(epilog="Example: [bold]bough show ./model --context 32768[/bold]")
+@friendly
+def show(
+    model: Model,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    context: Context = None,
+    cache_bytes: CacheBytes = None,
+) -> None:
+    """Say what a model is made of, and how many tokens and sequences fit here."""
+    with _load(model, device, dtype, context, cache_bytes) as engine:
+        with notes.status("measuring a step of made-up tokens"):
+            fit = engine.reserve()
+        table = Table(show_header=False, box=None, pad_edge=False)
+        table.add_row("model", f"{engine.name} ({type(engine.model).__name__})")
+        table.add_row("weights", f"{_bytes(fit.weight_bytes)} as {str(engine.model.dtype).removeprefix('torch.')} on {engine.model.device}")
+        table.add_row("layers", _layers(engine))
+        table.add_row("context", f"{engine.context:,} tokens, vocabulary {engine.model.vocab_size:,}")
+        for unit in engine.layout.units:
+            each = f"of {engine.layout.page_tokens} tokens each" if unit.is_page else "one a sequence"
+            table.add_row("state", f"{unit.name} {each}: {_bytes(unit.nbytes)}")
+        table.add_row("memory for state", _bytes(fit.state_bytes))
+        table.add_row("peak of activations", f"{_bytes(fit.activation_bytes)} in a step of {fit.step_tokens} tokens")
+        table.add_row("longest sequence", f"{fit.longest:,} tokens")
+        for length, count in fit.sequences.items():
+            table.add_row("fit at once", f"{count:,} sequences of {length:,} tokens")
+        Console(highlight=False, soft_wrap=True).print(table)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def _params(defaults: SamplingParams, max_tokens: int, given: dict[str, Any]) -> SamplingParams:
+    """What the model's makers suggest, with what the user gave on top."""
+    suggested = {name: getattr(defaults, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+    asked = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(max_tokens=max_tokens, **{**suggested, **asked})
+
+
+def _load(model: str, device: str, dtype: str, context: int | None, cache_bytes: str | None) -> Engine:
+    cache = CacheConfig(device_bytes=_parse_bytes(cache_bytes)) if cache_bytes else None
+    with _bar("loading") as advance:
+        return Engine.load(
+            model, device=device, dtype=dtype, cache=cache, context=context, progress=advance
+        )
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, which goes away when done; nothing if stderr is not a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _start(engine: Engine, text: str, system: str | None, chats: bool, params: SamplingParams) -> Handle:
+    return engine.chat(system).stream(text, params).handle if chats else engine.submit(text, params)
+
+
+def _answer(engine: Engine, handles: Sequence[Handle], stats: bool) -> None:
+    """Print the answers in order, the first as it comes; all of them are worked on together."""
+    for index, handle in enumerate(handles):
+        if len(handles) > 1:
+            notes.print(f"[bold]── {index + 1} of {len(handles)}[/bold]")
+        _print_pieces(handle, stats)
+        if handle.cancelled:
+            for other in handles:
+                other.cancel()
+            raise KeyboardInterrupt
+
+
+def _print_pieces(handle: Handle, stats: bool) -> Output:
+    """Print a request's text as it comes. The first Ctrl-C stops the request and keeps what there is."""
+    began = time.perf_counter()
+    first: float | None = None
+    try:
+        with _bar("reading the prompt") as advance:
+            piece = _next(handle, advance)
+        first = time.perf_counter()
+        while piece is not None:
+            sys.stdout.write(piece.text if handle.has_text else "".join(f"{token} " for token in piece.tokens))
+            sys.stdout.flush()
+            piece = _next(handle)
+    except KeyboardInterrupt:
+        handle.cancel()
+    output = handle.result()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if stats:
+        _print_stats(output, began, first or time.perf_counter())
+    return output
+
+
+def _next(handle: Handle, advance: Callable[[int, int], None] | None = None) -> Any:
+    """The next piece, or None at the end. Waits in short naps, so that Ctrl-C gets through and the bar moves."""
+    while True:
+        try:
+            return handle.next_piece(0.1)
+        except queue.Empty:
+            if advance:
+                advance(handle.prefilled, len(handle.request.prompt))
+
+
+def _print_stats(output: Output, began: float, first: float) -> None:
+    usage, now = output.usage, time.perf_counter()
+    later = usage.completion_tokens - 1
+    speed = f", {later / (now - first):.1f} tokens/s" if later > 0 else ""
+    notes.print(
+        f"[dim]{usage.prompt_tokens} tokens read in {first - began:.2f} s ({usage.cached_tokens} cached),"
+        f" {usage.completion_tokens} written{speed}, ended by {output.finish_reason}[/dim]"
+    )
+
+
+def _talk(engine: Engine, system: str | None, chats: bool, params: SamplingParams, stats: bool) -> None:
+    """A conversation at the terminal, until Ctrl-D. Ctrl-C stops a reply, not the conversation."""
+    notes.print("[dim]Ctrl-C stops a reply, Ctrl-D ends.[/dim]")
+    chat: Chat | None = engine.chat(system) if chats else None
+    while True:
+        try:
+            text = notes.input("[bold]> [/bold]")
+        except EOFError:
+            notes.print()
+            return
+        if not text.strip():
+            continue
+        try:
+            if chat is None:
+                _print_pieces(engine.submit(text, params), stats)
+            else:
+                reply: Reply = chat.stream(text, params)
+                _print_pieces(reply.handle, stats)
+                reply.close()
+        except BoughError as error:
+            notes.print(f"[red]error:[/red] {_plain(str(error))}", soft_wrap=True)
+
+
+def _layers(engine: Engine) -> str:
+    counts: dict[str, int] = {}
+    for kind in engine.model.kinds:
+        if kind is None:
+            name = "without state of its own"
+        elif isinstance(kind, PageKind):
+            name = "full attention" if kind.reach is None else f"attention over {kind.reach + 1} tokens"
+        else:
+            name = {"Recurrent": "gated delta", "ShortConv": "short convolution"}.get(type(kind).__name__, "slot")
+        counts[name] = counts.get(name, 0) + 1
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def _parse_bytes(text: str) -> int:
+    number, unit = text.strip().rstrip("Bb"), 1
+    if number and number[-1].upper() in "KMGT":
+        unit = 1024 ** ("KMGT".index(number[-1].upper()) + 1)
+        number = number[:-1].rstrip("i")
+    try:
+        return int(float(number) * unit)
+    except (ValueError, OverflowError):
+        raise OptionError(f"{text!r} is not a size; write 2G, 500M or a number of bytes") from None
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def _plain(text: str) -> str:
+    """Text that rich prints as it is."""
+    return text.replace("[", r"\[")

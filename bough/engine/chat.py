@@ -1,0 +1,105 @@
+"""Chat: a conversation that keeps the token ids of its turns, so that a reply is never tokenised again."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bough.config import SamplingParams
+from bough.engine.request import Handle, Output, Piece
+from bough.engine.template import ChatTemplate, Message, Transcript
+from bough.errors import OptionError, TemplateError
+
+if TYPE_CHECKING:
+    from bough.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What was said, the whole prompt that asked for the reply, and the reply."""
+
+    said: Message
+    prompt: Transcript
+    output: Output
+
+    @property
+    def messages(self) -> tuple[Message, Message]:
+        return self.said, {"role": "assistant", "content": self.output.text}
+
+
+class Chat:
+    """A conversation: a system prompt and turns. Each turn's prompt begins with the exact tokens of those before."""
+
+    def __init__(
+        self,
+        engine: "Engine",
+        *,
+        system: str | None = None,
+        tools: Sequence[Message] | None = None,
+        params: SamplingParams | None = None,
+        **template_options: Any,
+    ) -> None:
+        if engine.tokenizer is None:
+            raise TemplateError("the model has no tokenizer, so it cannot chat; give it token lists instead")
+        self.engine, self.system, self.tools = engine, system, tools
+        self.params, self.options = params or engine.defaults, template_options
+        self.template = ChatTemplate(engine.tokenizer)
+        self.turns: tuple[Turn, ...] = ()
+
+    @property
+    def messages(self) -> list[Message]:
+        opening: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return opening + [message for turn in self.turns for message in turn.messages]
+
+    def send(self, text: str, params: SamplingParams | None = None) -> Output:
+        """Say something, and wait for the reply."""
+        reply = self.stream(text, params)
+        for _ in reply:
+            pass
+        return reply.output
+
+    def stream(self, text: str, params: SamplingParams | None = None) -> "Reply":
+        """Say something, and get the reply piece by piece. The turn counts once the reply has ended or is closed."""
+        said: Message = {"role": "user", "content": text}
+        messages = [*self.messages, said]
+        if self.turns:
+            last = self.turns[-1]
+            prompt = self.template.extend(last.prompt, last.output.tokens, messages, tools=self.tools, **self.options)
+        else:
+            prompt = self.template.prompt(messages, tools=self.tools, **self.options)
+        return Reply(self, said, prompt, params or self.params)
+
+    def fork(self) -> "Chat":
+        """A second conversation with the same past."""
+        other = Chat(self.engine, system=self.system, tools=self.tools, params=self.params, **self.options)
+        other.turns = self.turns
+        return other
+
+    def rewind(self, turns: int = 1) -> None:
+        """Forget the last turns."""
+        if not 0 <= turns <= len(self.turns):
+            raise OptionError(f"the chat has {len(self.turns)} turns; it cannot be taken back by {turns}")
+        self.turns = self.turns[: len(self.turns) - turns]
+
+
+class Reply:
+    """A reply on its way. Iterate over its pieces; `close()` stops it and keeps what was said until then."""
+
+    def __init__(self, chat: Chat, said: Message, prompt: Transcript, params: SamplingParams) -> None:
+        self._chat, self._past, self._said, self._prompt = chat, chat.turns, said, prompt
+        self.handle: Handle = chat.engine.submit(prompt.tokens, params)
+
+    @property
+    def output(self) -> Output:
+        """The finished reply; waits for it."""
+        return self.handle.result()
+
+    def __iter__(self) -> Iterator[Piece]:
+        try:
+            yield from self.handle
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop if it is still going, and make the turn part of the chat."""
+        self.handle.cancel()
+        self._chat.turns = (*self._past, Turn(self._said, self._prompt, self.output))

@@ -1,0 +1,235 @@
+"""Engine: a loaded model, the memory for its state, and the ways to ask it for text."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, overload
+
+import torch
+
+from bough.config import CacheConfig, SamplingParams
+from bough.engine.chat import Chat
+from bough.engine.load import Loaded, load
+from bough.engine.loop import Loop
+from bough.engine.measure import Fit, reserve
+from bough.engine.request import Handle, Output, Piece, Request
+from bough.engine.runner import Runner
+from bough.engine.sampler import TokenCounts, resolve_seed
+from bough.engine.sequence import Sequence as Running
+from bough.errors import EmptyPrompt, OptionError, PoolFull, PromptTooLong, RequestError, TokenOutOfRange
+from bough.models.load import DTYPES
+from bough.models.weights import Progress
+from bough.state import capacity
+from bough.state.layout import Layout
+from bough.state.pool import Pool
+
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """A model ready to answer, from any thread. `close()` it when done, or use it as a context manager."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        cache: CacheConfig | None = None,
+        context: int | None = None,
+        max_running: int | None = None,
+        step_tokens: int | None = None,
+    ) -> None:
+        self.name, self.model, self.tokenizer = loaded.name, loaded.model, loaded.tokenizer
+        self.end_tokens, self.defaults = loaded.end_tokens, loaded.sampling
+        self.context = _at_least_one("context", context) or self.model.context
+        if self.context > self.model.context:
+            raise OptionError(f"context {self.context} is more than the {self.model.context} tokens the model can read")
+        self.max_running = _at_least_one("max_running", max_running) or 64
+        # Larger steps gain nothing on a CPU and make others wait.
+        self.step_tokens = _at_least_one("step_tokens", step_tokens) or (512 if self.model.device.type == "cpu" else 2048)
+        pool = self._pool(cache or CacheConfig())
+        self._runner = Runner(self.model, pool)
+        self._loop = Loop(self._runner, max_running=self.max_running, step_tokens=self.step_tokens)
+
+    @classmethod
+    def load(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        cache: CacheConfig | None = None,
+        context: int | None = None,
+        max_running: int | None = None,
+        progress: Progress | None = None,
+    ) -> "Engine":
+        """Load a Hugging Face folder or a GGUF file. `progress` is told (tensors read, tensors in all)."""
+        loaded = load(Path(model).expanduser(), dtype=dtype, device=_device(device), progress=progress)
+        return cls(loaded, cache=cache, context=context, max_running=max_running)
+
+    def _pool(self, cache: CacheConfig) -> Pool:
+        kv_dtype = None if cache.dtype == "auto" else DTYPES[cache.dtype]
+        layout = Layout.of(
+            self.model.kinds, page_tokens=cache.page_tokens, dtype=self.model.dtype, kv_dtype=kv_dtype
+        )
+        nbytes = cache.device_bytes
+        if nbytes is None:
+            most = capacity.slabs(layout, self.max_running, self.context, self.step_tokens) * layout.slab_bytes
+            least = capacity.slabs(layout, 1, self.context, self.step_tokens) * layout.slab_bytes
+            nbytes = min(most, max(_spare_bytes(self.model.device), min(least, 1 << 30)))
+        return Pool(layout, nbytes, device=self.model.device, max_running=self.max_running)
+
+    @overload
+    def generate(self, prompt: str, params: SamplingParams | None = None) -> Output: ...
+    @overload
+    def generate(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Output: ...
+    @overload
+    def generate(self, prompt: Sequence[Prompt], params: SamplingParams | None = None) -> list[Output]: ...
+
+    def generate(
+        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+    ) -> Output | list[Output]:
+        """Continue a prompt (text or token ids), or several at once; waits for the end."""
+        if _is_one(prompt):
+            return self.submit(prompt, params).result()  # type: ignore[arg-type]
+        requests = [self._request(each, params) for each in prompt]  # type: ignore[arg-type]
+        handles = [self._start(request) for request in requests]
+        try:
+            return [handle.result() for handle in handles]
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Continue a prompt piece by piece. Closing the iterator cancels."""
+        handle = self.submit(prompt, params)
+        try:
+            yield from handle
+        finally:
+            handle.cancel()
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Handle:
+        """Start on a prompt and return at once."""
+        return self._start(self._request(prompt, params))
+
+    def score(self, prompt: Prompt) -> list[float]:
+        """The logprob of each token given those before it: one less than there are tokens, as the first has none."""
+        tokens = self._tokens(prompt)
+        request = Request(tokens, SamplingParams(max_tokens=0, temperature=0), seed=0, score=True)
+        return self._start(request).result().scores
+
+    def chat(self, system: str | None = None, **options: Any) -> Chat:
+        """A conversation. Options: tools, params, and whatever variables the chat template reads."""
+        return Chat(self, system=system, **options)
+
+    def tokenize(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError("the model has no tokenizer; give token ids instead of text")
+        return self.tokenizer.encode(text)
+
+    def reserve(self) -> Fit:
+        """Measure the peak of activations with made-up tokens, and tell how many tokens and sequences fit."""
+        return reserve(
+            self._runner, step_tokens=self.step_tokens, context=self.context, max_running=self.max_running
+        )
+
+    def check(self) -> None:
+        """Assert that no memory is lost. For tests, while nothing is under way."""
+        self._runner.pool.check()
+
+    @property
+    def layout(self) -> Layout:
+        """How the state of a sequence is laid out in memory."""
+        return self._runner.pool.layout
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of state in use."""
+        return self._runner.pool.used_bytes
+
+    def close(self) -> None:
+        self._loop.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """The prompt as token ids, known to be ones the model can read."""
+        tokens = tuple(self.tokenize(prompt)) if isinstance(prompt, str) else tuple(map(_token, prompt))
+        if not tokens:
+            raise EmptyPrompt("the prompt is empty; give at least one token")
+        wrong = next((token for token in tokens if not 0 <= token < self.model.vocab_size), None)
+        if wrong is not None:
+            raise TokenOutOfRange(f"token {wrong} is not in the vocabulary of {self.model.vocab_size} tokens")
+        if len(tokens) > self.context:
+            raise PromptTooLong(
+                f"the prompt has {len(tokens)} tokens, the context {self.context}; shorten it"
+                + (f" or load with context={len(tokens)} or more" if len(tokens) <= self.model.context else "")
+            )
+        return tokens
+
+    def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
+        params = params or self.defaults
+        if params.stop and self.tokenizer is None:
+            raise OptionError("stop strings need a tokenizer, and the model has none")
+        return Request(self._tokens(prompt), params, resolve_seed(params))
+
+    def _start(self, request: Request) -> Handle:
+        pool = self._runner.pool
+        longest = capacity.tokens_that_fit(pool.layout, pool.slabs, self.step_tokens, self.context)
+        if len(request.prompt) > longest:
+            raise PoolFull(
+                f"the prompt has {len(request.prompt)} tokens and the memory for state holds {longest};"
+                " shorten it or give the cache more memory (CacheConfig.device_bytes)"
+            )
+        counts = TokenCounts.wanted_by(request.params, request.prompt, self.model.vocab_size, self.model.device)
+        return self._loop.submit(
+            Running(
+                Handle(request, has_text=self.tokenizer is not None),
+                context=self.context,
+                end_tokens=self.end_tokens,
+                tokenizer=self.tokenizer,
+                counts=counts,
+            )
+        )
+
+
+def _is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is a single prompt: text, or a flat list of tokens (an empty list is an empty prompt)."""
+    return isinstance(prompt, str) or not prompt or not isinstance(prompt[0], str | Sequence)
+
+
+def _token(value: object) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TokenOutOfRange(f"{value!r} is not a token id; prompts are text or lists of ints")
+    return int(value)  # type: ignore[call-overload]
+
+
+def _at_least_one(name: str, value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise OptionError(f"{name} is {value}; it must be at least 1")
+    return value
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(f"device {name!r} cannot be used ({str(error).splitlines()[0]}); try cpu") from None
+    return device
+
+
+def _spare_bytes(device: torch.device) -> int:
+    """Memory that state may take by default: most of what is free on a GPU, a quarter of it on a shared machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * 0.8)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4

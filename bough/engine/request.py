@@ -1,0 +1,110 @@
+"""What a client asked, and what it gets back. Knows tokens and text; nothing of models or memory."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from bough.config import SamplingParams
+from bough.engine.sampler import Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt as tokens, and how to go on from it."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    score: bool = False  # report the logprob of each prompt token, and write nothing
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a request cost. Cached tokens were not computed for it; matched ones were known, whether used or not."""
+
+    prompt_tokens: int = 0
+    matched_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens as they come, and the text that is certain by now (it may lag behind the tokens)."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[Logprobs] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A finished request."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str  # stop, length, cancelled
+    usage: Usage
+    logprobs: list[Logprobs]  # of each token, when asked for
+    scores: list[float]  # of each prompt token but the first, when asked for
+
+
+class Handle:
+    """One request on its way: iterate over its pieces, wait for its result, or cancel it. Safe to use from any thread."""
+
+    def __init__(self, request: Request, *, has_text: bool) -> None:
+        self.request = request
+        self.has_text = has_text  # False: the model has no tokenizer, and pieces are tokens only
+        self.prefilled = 0  # prompt tokens read so far
+        self._news: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._done = threading.Event()
+        self._cancelled = threading.Event()
+        self._output: Output | None = None
+        self._error: BaseException | None = None
+
+    def cancel(self) -> None:
+        """Stop as soon as the step that is running ends. What was written until then is the result."""
+        self._cancelled.set()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether the request has ended, after waiting at most so long."""
+        return self._done.wait(seconds)
+
+    def result(self) -> Output:
+        """Wait for the end."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._output is not None
+        return self._output
+
+    def __iter__(self) -> Iterator[Piece]:
+        """The pieces in order, once. Raises what ended the request, if it did not end well."""
+        while (piece := self._news.get()) is not None:
+            yield piece
+        self.result()
+
+    def next_piece(self, seconds: float) -> Piece | None:
+        """The next piece, or None when the request has ended; raises queue.Empty when neither happens in time."""
+        return self._news.get(timeout=seconds)
+
+    # The engine's side.
+
+    def put(self, piece: Piece) -> None:
+        self._news.put(piece)
+
+    def end(self, output: Output | None = None, error: BaseException | None = None) -> None:
+        self._output, self._error = output, error
+        self._done.set()
+        self._news.put(None)

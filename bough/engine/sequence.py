@@ -1,0 +1,107 @@
+"""Sequence: a running request, its tokens, its State, and the text made of them."""
+
+from bough.engine.request import Handle, Output, Piece, Usage
+from bough.engine.sampler import Logprobs, RowSampling, TokenCounts
+from bough.engine.text import StopStrings
+from bough.engine.tokenizer import Detokenizer, Tokenizer
+from bough.state.live import State
+
+
+class Sequence:
+    """One request being worked on. `tokens` are the prompt and what was written; the state holds a prefix of them."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        *,
+        context: int,
+        end_tokens: frozenset[int],
+        tokenizer: Tokenizer | None,
+        counts: TokenCounts | None,
+    ) -> None:
+        self.handle, self.request = handle, handle.request
+        self.state: State | None = None
+        self.tokens = list(self.request.prompt)
+        self.limit = min(context, len(self.tokens) + self.request.params.max_tokens)
+        self.end_tokens = frozenset() if self.request.params.ignore_eos else end_tokens
+        self.counts = counts
+        self.detokenizer = Detokenizer(tokenizer, self.request.prompt) if tokenizer else None
+        self.stops = StopStrings(self.request.params.stop) if self.request.params.stop else None
+        self.text: list[str] = []
+        self.logprobs: list[Logprobs] = []
+        self.scores: list[float] = []
+
+    @property
+    def computed(self) -> int:
+        """How many of its tokens the state holds."""
+        return self.state.length if self.state else 0
+
+    @property
+    def pending(self) -> int:
+        """How many tokens have to be fed before the next one can be chosen."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def wants_token(self) -> bool:
+        """Whether a token is to be written once all that is pending has been fed."""
+        return len(self.tokens) < self.limit
+
+    @property
+    def written(self) -> list[int]:
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def sampling(self) -> RowSampling:
+        """How the next token is chosen."""
+        return RowSampling(self.request.params, self.request.seed, len(self.written), self.counts)
+
+    def append(self, token: int, logprobs: Logprobs | None) -> str | None:
+        """Take the next token; returns why the request ends with it, or None."""
+        self.tokens.append(token)
+        if self.counts is not None:
+            self.counts.add([token])
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        text = self.detokenizer.push([token]) if self.detokenizer else ""
+        stopped = False
+        if self.stops:
+            text, stopped = self.stops.push(text)
+        reason = None
+        if stopped or token in self.end_tokens:
+            reason = "stop"
+        elif len(self.tokens) >= self.limit:
+            reason = "length"
+        if reason and not stopped:
+            text += self._rest()
+        self.text.append(text)
+        self.handle.put(Piece(text, [token], [logprobs] if logprobs else []))
+        return reason
+
+    def _rest(self) -> str:
+        """Text that was held back, now that nothing follows."""
+        text = self.detokenizer.finish() if self.detokenizer else ""
+        if not self.stops:
+            return text
+        text, stopped = self.stops.push(text)
+        return text if stopped else text + self.stops.finish()
+
+    def cut_off(self) -> None:
+        """The request ends before its time: what was held back is text after all."""
+        if rest := self._rest():
+            self.text.append(rest)
+            self.handle.put(Piece(rest, []))
+
+    def finish(self, reason: str) -> None:
+        """Tell the client, and give the state back."""
+        self.release()
+        usage = Usage(prompt_tokens=len(self.request.prompt), completion_tokens=len(self.written))
+        self.handle.end(Output("".join(self.text), self.written, reason, usage, self.logprobs, self.scores))
+
+    def fail(self, error: BaseException) -> None:
+        self.release()
+        self.handle.end(error=error)
+
+    def release(self) -> None:
+        if self.state is not None:
+            self.state.release()
+            self.state = None

@@ -1,0 +1,303 @@
+"""The engine as its users see it: generate, stream, score, chat, limits, cancellation, memory."""
+
+import threading
+
+import pytest
+import torch
+
+from bough import CacheConfig, Engine, SamplingParams
+from bough.errors import (
+    EmptyPrompt,
+    OptionError,
+    PoolFull,
+    PromptTooLong,
+    RequestError,
+    TemplateError,
+    TokenOutOfRange,
+)
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["llama_folder", "hybrid_folder"])
+def folder(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    with Engine.load(folder, dtype="float32") as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(loaded):
+    before = loaded.used_bytes
+    yield loaded
+    loaded.check()
+    assert loaded.used_bytes == before, "something leaked"
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def test_greedy_equals_transformers(engine, reference):
+    tokens = engine.tokenize("the quick brown fox")
+    out = engine.generate("the quick brown fox", GREEDY)
+    with torch.no_grad():
+        logits = reference(torch.tensor([[*tokens, *out.tokens]])).logits[0].float()
+    for i, token in enumerate(out.tokens):
+        top = logits[len(tokens) + i - 1].topk(2)
+        assert token == top.indices[0] or top.values[0] - top.values[1] < 1e-3
+    assert out.text == engine.tokenizer.decode([*tokens, *out.tokens])[len("the quick brown fox") :]
+    assert out.finish_reason == "length"
+    assert (out.usage.prompt_tokens, out.usage.completion_tokens) == (len(tokens), 24)
+
+
+def test_several_prompts_give_what_each_gives_alone(engine):
+    prompts = ["the", "a very old bear in the dark forest " * 6, [5, 6, 7], "fox"]
+    params = SamplingParams(max_tokens=17, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True)
+    together = engine.generate(prompts, params)
+    alone = [engine.generate(prompt, params) for prompt in prompts]
+    assert [out.tokens for out in together] == [out.tokens for out in alone]
+    assert [out.text for out in together] == [out.text for out in alone]
+
+
+def test_many_at_once_with_small_steps(hybrid_folder):
+    """More requests than may run, prompts longer than a step, memory for few: all end with the right tokens."""
+    prompts = [[3 + (7 * i + j) % 250 for j in range(5 + 13 * i)] for i in range(9)]
+    with Engine.load(hybrid_folder, dtype="float32") as roomy:
+        expected = [roomy.generate(prompt, GREEDY).tokens for prompt in prompts]
+        loaded_bytes = roomy.layout.slab_bytes
+    cache = CacheConfig(device_bytes=26 * loaded_bytes, page_tokens=8)
+    with Engine.load(hybrid_folder, dtype="float32", cache=cache, max_running=4) as tight:
+        tight._loop.step_tokens = 16
+        outs = tight.generate(prompts, GREEDY)
+        tight.check()
+    assert [out.tokens for out in outs] == expected
+
+
+def test_stream_is_the_same_text(engine):
+    pieces = list(engine.stream("jumps over", GREEDY))
+    out = engine.generate("jumps over", GREEDY)
+    assert "".join(piece.text for piece in pieces) == out.text
+    assert [token for piece in pieces for token in piece.tokens] == out.tokens
+
+
+def test_closing_a_stream_cancels(engine):
+    stream = engine.stream("the dog", SamplingParams(max_tokens=400, temperature=0, ignore_eos=True))
+    next(stream)
+    stream.close()
+    engine.generate("the", GREEDY)  # the loop has gone on and released the first
+
+
+def test_cancel_keeps_what_was_written(engine):
+    handle = engine.submit("the dog", SamplingParams(max_tokens=480, temperature=0, ignore_eos=True))
+    first = next(iter(handle))
+    handle.cancel()
+    out = handle.result()
+    assert out.finish_reason == "cancelled"
+    assert out.tokens[: len(first.tokens)] == first.tokens
+
+
+def test_score_equals_transformers(engine, reference):
+    tokens = engine.tokenize("the quick brown fox jumps over the lazy dog and runs away") * 12  # more than a step
+    tokens = tokens[: engine.context]
+    with torch.no_grad():
+        logprobs = torch.log_softmax(reference(torch.tensor([tokens])).logits[0].float(), -1)
+    expected = logprobs[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    scores = torch.tensor(engine.score(tokens))
+    assert scores.shape == expected.shape
+    assert (scores - expected).abs().max() < 1e-4
+    assert engine.score(tokens[:1]) == []
+
+
+def test_logprobs(engine):
+    out = engine.generate("the", SamplingParams(max_tokens=3, temperature=0, logprobs=4, ignore_eos=True))
+    scores = engine.score([*engine.tokenize("the"), *out.tokens])
+    assert [each.chosen for each in out.logprobs] == pytest.approx(scores[-3:], abs=1e-4)
+    assert all(len(each.top) == 4 and each.top[0][0] == token for each, token in zip(out.logprobs, out.tokens, strict=True))
+
+
+def test_end_token_ends_and_is_not_text(engine):
+    out = engine.generate("the quick", SamplingParams(max_tokens=400, temperature=1.5, seed=5))
+    if out.finish_reason == "stop":
+        assert out.tokens[-1] in engine.end_tokens
+        assert "<|im_end|>" not in out.text
+    assert not set(out.tokens[:-1]) & engine.end_tokens
+
+
+def test_stop_string_cuts_the_text(engine):
+    whole = engine.generate("the", GREEDY).text
+    stop = whole[len(whole) // 2 :][:3]
+    out = engine.generate("the", SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, stop=stop))
+    assert out.text == whole[: whole.index(stop)]
+    assert out.finish_reason == "stop"
+
+
+def test_zero_tokens_reads_the_prompt_only(engine):
+    out = engine.generate("the fox", SamplingParams(max_tokens=0))
+    assert (out.text, out.tokens, out.finish_reason) == ("", [], "length")
+
+
+def test_context_limit_ends_with_length(engine):
+    tokens = [5] * (engine.context - 4)
+    out = engine.generate(tokens, SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
+    assert len(out.tokens) == 4
+    assert out.finish_reason == "length"
+    assert engine.generate([5] * engine.context, GREEDY).tokens == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        ("", EmptyPrompt),
+        ([], EmptyPrompt),
+        ([0, 10**6], TokenOutOfRange),
+        ([-1], TokenOutOfRange),
+        ([1.5], TokenOutOfRange),
+        ([5] * 513, PromptTooLong),
+        (["the", ""], EmptyPrompt),
+        (["the", [10**6]], TokenOutOfRange),
+    ],
+)
+def test_bad_prompts(engine, prompt, error):
+    with pytest.raises(error):
+        engine.generate(prompt, GREEDY)
+    with pytest.raises(RequestError):
+        engine.score([])
+
+
+def test_bad_options(llama_folder):
+    for options in ({"context": 0}, {"context": 10**9}, {"device": "abacus"}, {"dtype": "int3"}, {"max_running": 0}):
+        with pytest.raises(OptionError):
+            Engine.load(llama_folder, **options)
+    with pytest.raises(PoolFull, match="bytes"):
+        Engine.load(llama_folder, cache=CacheConfig(device_bytes=10))
+
+
+def test_prompt_that_can_never_fit_is_refused_at_once(llama_folder):
+    with Engine.load(llama_folder, dtype="float32", cache=CacheConfig(device_bytes=200_000)) as small:
+        assert len(small.generate([5] * 40, GREEDY).tokens) == 24
+        with pytest.raises(PoolFull, match="shorten"):
+            small.generate([5] * 500, GREEDY)
+        small.check()
+
+
+def test_running_out_of_memory_ends_one_request_with_a_clear_error(llama_folder):
+    with Engine.load(llama_folder, dtype="float32", cache=CacheConfig(device_bytes=200_000)) as small:
+        with pytest.raises(PoolFull, match="memory"):
+            small.generate([5] * 40, SamplingParams(max_tokens=460, temperature=0, ignore_eos=True))
+        assert len(small.generate([5] * 40, GREEDY).tokens) == 24
+        small.check()
+
+
+def test_a_forward_that_fails_ends_its_requests_only(hybrid_folder, monkeypatch):
+    with Engine.load(hybrid_folder, dtype="float32") as engine:
+        expected = engine.generate("the fox", GREEDY).tokens
+        whole = type(engine.model).logits
+        monkeypatch.setattr(type(engine.model), "logits", lambda self, hidden: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.generate("the fox", GREEDY)
+        monkeypatch.setattr(type(engine.model), "logits", whole)
+        assert engine.generate("the fox", GREEDY).tokens == expected
+        engine.check()
+
+
+def test_threads(engine):
+    expected = {prompt: engine.generate(prompt, GREEDY).tokens for prompt in ("the", "fox runs", "old bear")}
+    found: list[bool] = []
+
+    def ask(prompt: str) -> None:
+        found.append(engine.generate(prompt, GREEDY).tokens == expected[prompt])
+
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in expected for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 9
+
+
+def test_chat_keeps_its_tokens(engine):
+    chat = engine.chat(system="be brief")
+    params = SamplingParams(max_tokens=12, temperature=0)
+    first = chat.send("the quick fox", params)
+    reply = chat.stream("and the dog?", params)
+    prompt = list(reply.handle.request.prompt)
+    spoken = [t for t in first.tokens if t not in engine.end_tokens]
+    start = engine.tokenizer.encode(
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nthe quick fox<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert prompt[: len(start) + len(spoken)] == [*start, *spoken]
+    assert "".join(piece.text for piece in reply) == reply.output.text
+    assert [m["role"] for m in chat.messages] == ["system", "user", "assistant", "user", "assistant"]
+
+
+def test_chat_fork_and_rewind(engine):
+    params = SamplingParams(max_tokens=8, temperature=0)
+    chat = engine.chat()
+    chat.send("one", params)
+    other = chat.fork()
+    a, b = chat.send("two", params), other.send("two", params)
+    assert a.tokens == b.tokens
+    chat.rewind()
+    assert chat.send("two", params).tokens == a.tokens
+    with pytest.raises(OptionError):
+        chat.rewind(turns=3)
+
+
+def test_models_without_tokenizer_take_tokens(llama_folder, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(llama_folder / name)
+    with Engine.load(tmp_path, dtype="float32") as bare:
+        out = bare.generate([5, 6, 7], GREEDY)
+        assert len(out.tokens) == 24 and out.text == ""
+        with pytest.raises(RequestError, match="tokenizer"):
+            bare.generate("text", GREEDY)
+        with pytest.raises(TemplateError, match="tokenizer"):
+            bare.chat()
+        with pytest.raises(OptionError, match="tokenizer"):
+            bare.generate([5], SamplingParams(stop="x"))
+
+
+def test_reserve_leaves_the_pool_as_it_was(engine):
+    pool = engine._runner.pool
+    before = [(store.refs.copy(), store.fill.copy(), store.used) for store in pool.stores]
+    fit = engine.reserve()
+    after = [(store.refs, store.fill, store.used) for store in pool.stores]
+    assert all((a[0] == b[0]).all() and (a[1] == b[1]).all() and a[2] == b[2] for a, b in zip(before, after, strict=True))
+    assert fit.longest == engine.context
+    assert fit.activation_bytes > 0
+    assert fit.weight_bytes > 0
+
+
+def test_what_reserve_promises_fits(hybrid_folder):
+    cache = CacheConfig(device_bytes=3_000_000, page_tokens=16)
+    with Engine.load(hybrid_folder, dtype="float32", cache=cache, max_running=64) as engine:
+        fit = engine.reserve()
+        length, count = next(iter(fit.sequences.items()))
+        assert count >= 1
+        prompts = [[5 + i % 7] * (length - 1) for i in range(count)]
+        from bough.state.live import State
+
+        pool = engine._runner.pool
+        states = [State(pool) for _ in prompts]
+        for start in range(0, length - 1, 64):
+            for state, prompt in zip(states, prompts, strict=True):
+                engine._runner.forward([(state, prompt[start : start + 64])], [0])
+        pool.check()
+        for state in states:
+            state.release()
+
+
+def test_closing_twice_and_using_after_closing(llama_folder):
+    engine = Engine.load(llama_folder)
+    engine.close()
+    engine.close()
+    with pytest.raises(RequestError, match="closed"):
+        engine.generate("the", GREEDY)
