@@ -28,7 +28,13 @@ from bough.models.load import build_model
 from bough.state.live import State
 
 PROMPT, DECODE, PREFILL = 128, 24, 512
-COMMON = {"max_position_embeddings": 4096, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+COMMON = {
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
 def llama() -> transformers.PreTrainedConfig:
@@ -130,7 +136,9 @@ def measure(shape: str, dtype: str, rounds: int, report: Callable[..., None]) ->
     config = SHAPES[shape]()
     with torch.device("cpu"):
         reference = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
-    model = build_model(ModelConfig(json.loads(config.to_json_string(use_diff=False))), InMemory(reference), dtype=dtype)
+    model = build_model(
+        ModelConfig(json.loads(config.to_json_string(use_diff=False))), InMemory(reference), dtype=dtype
+    )
     parameters = sum(each.numel() for each in reference.parameters())
     loaded = Loaded(shape, model, None, frozenset(), Params())
     with Engine(loaded, context=2048, max_running=4) as engine:
@@ -171,7 +179,9 @@ def interleave(works: dict[str, Callable[[], float]], rounds: int, given: Iterab
 
 
 def machine() -> str:
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    names = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
 
 

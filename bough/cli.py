@@ -16,7 +16,7 @@ from rich.table import Table
 from bough import BoughError, CacheConfig, Engine, SamplingParams, __version__
 from bough.engine.chat import Chat, Reply
 from bough.engine.request import Handle, Output
-from bough.errors import OptionError
+from bough.errors import OptionError, RequestError
 from bough.state.kinds import PageKind
 
 app = typer.Typer(
@@ -55,7 +55,9 @@ def friendly(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@app.command(epilog="Examples: [bold]bough run ./model 'Why is the sky blue?'[/bold]   [bold]cat q.txt | bough run m.gguf[/bold]")
+@app.command(
+    epilog="Examples: [bold]bough run ./model 'Why is the sky blue?'[/bold]   [bold]cat q.txt | bough run m.gguf[/bold]"
+)
 @friendly
 def run(
     model: Model,
@@ -64,9 +66,13 @@ def run(
         typer.Argument(metavar="[PROMPT]...", help="One or several. None: read stdin, or chat if it is a terminal."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="The system prompt of the chat.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="The most tokens to write.")] = 512,
-    temperature: Annotated[float | None, typer.Option("--temperature", "-t", help="0: always the likeliest token.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", "-t", help="0: always the likeliest token.")
+    ] = None,
     top_k: Annotated[int | None, typer.Option(help="Choose among the k likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Choose among the likeliest that sum to p.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Drop tokens below p times the likeliest.")] = None,
@@ -117,7 +123,10 @@ def show(
             fit = engine.reserve()
         table = Table(show_header=False, box=None, pad_edge=False)
         table.add_row("model", f"{engine.name} ({type(engine.model).__name__})")
-        table.add_row("weights", f"{_bytes(fit.weight_bytes)} as {str(engine.model.dtype).removeprefix('torch.')} on {engine.model.device}")
+        table.add_row(
+            "weights",
+            f"{_bytes(fit.weight_bytes)} as {str(engine.model.dtype).removeprefix('torch.')} on {engine.model.device}",
+        )
         table.add_row("layers", _layers(engine))
         table.add_row("context", f"{engine.context:,} tokens, vocabulary {engine.model.vocab_size:,}")
         for unit in engine.layout.units:
@@ -139,7 +148,9 @@ def version() -> None:
 
 def _params(defaults: SamplingParams, max_tokens: int, given: dict[str, Any]) -> SamplingParams:
     """What the model's makers suggest, with what the user gave on top."""
-    suggested = {name: getattr(defaults, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+    suggested = {
+        name: getattr(defaults, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    }
     asked = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(max_tokens=max_tokens, **{**suggested, **asked})
 
@@ -147,9 +158,7 @@ def _params(defaults: SamplingParams, max_tokens: int, given: dict[str, Any]) ->
 def _load(model: str, device: str, dtype: str, context: int | None, cache_bytes: str | None) -> Engine:
     cache = CacheConfig(device_bytes=_parse_bytes(cache_bytes)) if cache_bytes else None
     with _bar("loading") as advance:
-        return Engine.load(
-            model, device=device, dtype=dtype, cache=cache, context=context, progress=advance
-        )
+        return Engine.load(model, device=device, dtype=dtype, cache=cache, context=context, progress=advance)
 
 
 @contextmanager
@@ -162,7 +171,17 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _start(engine: Engine, text: str, system: str | None, chats: bool, params: SamplingParams) -> Handle:
-    return engine.chat(system).stream(text, params).handle if chats else engine.submit(text, params)
+    if chats:
+        return engine.chat(system).stream(text, params).handle
+    return engine.submit(_tokens(text) if engine.tokenizer is None else text, params)
+
+
+def _tokens(text: str) -> list[int]:
+    """A prompt for a model without a tokenizer."""
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise RequestError(f"the model has no tokenizer, so prompts are token ids like '12 7 99', not {text!r}") from None
 
 
 def _answer(engine: Engine, handles: Sequence[Handle], stats: bool) -> None:
@@ -233,7 +252,7 @@ def _talk(engine: Engine, system: str | None, chats: bool, params: SamplingParam
             continue
         try:
             if chat is None:
-                _print_pieces(engine.submit(text, params), stats)
+                _print_pieces(_start(engine, text, None, False, params), stats)
             else:
                 reply: Reply = chat.stream(text, params)
                 _print_pieces(reply.handle, stats)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from bough.models.load import load_model
 from bough.models.model import Model
+from bough.state.kinds import Recurrent
 from bough.state.layout import Layout
 from bough.state.live import State
 from bough.state.pool import Pool
@@ -29,6 +31,14 @@ def randomise(model: torch.nn.Module, seed: int = 0, spread: float = 0.05) -> No
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.mul_(0.9)
+
+
+def lengthen_memory(model: torch.nn.Module) -> None:
+    """Slow the decay of gated-delta layers, which start out forgetting all within a few tokens."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.sub_(3)
 
 
 def save(reference: torch.nn.Module, folder: Path) -> Path:
@@ -72,6 +82,31 @@ def check_prompt(reference: torch.nn.Module, model: Model, *, length: int = 40, 
     assert error <= tolerance, f"logits differ by {error:.2e}"
 
 
+@torch.no_grad()
+def check_recurrent(reference: torch.nn.Module, model: Model, *, tolerance: float = TOLERANCE) -> None:
+    """The states of gated-delta layers after each piece of a text, prefill and decode, against those in its cache.
+
+    The reference keeps one more column of the convolution's inputs than it needs, the oldest, and keeps it transposed.
+    """
+    pool, cache, tokens = pool_for(model), DynamicCache(config=reference.config), random_tokens(model.vocab_size, 90, 1)
+    state, at = State(pool), 0
+    recurrent = [layer for layer, kind in enumerate(model.kinds) if isinstance(kind, Recurrent)]
+    for size in (1, 1, 37, 2, 1, 1, 40, 1):
+        piece = tokens[at : at + size]
+        feed(model, pool, [(state, piece)])
+        reference(torch.tensor([piece]), past_key_values=cache, use_cache=True)
+        at += size
+        for layer in recurrent:
+            theirs = cache.layers[layer]
+            expected = {"conv": theirs.conv_states[0][0, :, 1:].T, "delta": theirs.recurrent_states[0][0]}
+            for name, value in expected.items():
+                ours = pool.part(layer, name)[state.slot]
+                assert (ours.shape, ours.dtype) == (value.shape, value.dtype)
+                error = (ours - value).abs().max().item() if value.numel() else 0.0
+                assert error <= tolerance, f"{name} of layer {layer} differs by {error:.2e} after {at} tokens"
+    state.release()
+
+
 def check_family(reference: torch.nn.Module, folder: Path, *, length: int = 61, tolerance: float = TOLERANCE) -> Model:
     """Whole prompt, odd pieces, single steps, ragged batches and greedy tokens, all against the reference."""
     reference.eval()
@@ -113,7 +148,7 @@ def _ragged(model, pool, texts, close) -> None:
     """Rows of unequal histories and lengths, prefill beside decode, rows without tokens among them."""
     states = [State(pool) for _ in texts]
     at = [0] * len(texts)
-    for sizes in [(7, 0, 1, 20), (1, 13, 0, 1), (0, 1, 2, 1), (19, 1, 1, 3), (1, 1, 1, 1), (9, 0, 0, 2), (99,) * 4]:
+    for sizes in [(7, 0, 1, 20), (1, 13, 0, 1), (0,) * 4, (19, 2, 3, 4), (1, 1, 1, 1), (9, 0, 0, 2), (99,) * 4]:
         batch = [(s, t[a : a + n]) for s, t, a, n in zip(states, texts, at, sizes, strict=True)]
         for row, logits in enumerate(feed(model, pool, batch)):
             if len(logits):

@@ -120,7 +120,9 @@ def test_logprobs(engine):
     out = engine.generate("the", SamplingParams(max_tokens=3, temperature=0, logprobs=4, ignore_eos=True))
     scores = engine.score([*engine.tokenize("the"), *out.tokens])
     assert [each.chosen for each in out.logprobs] == pytest.approx(scores[-3:], abs=1e-4)
-    assert all(len(each.top) == 4 and each.top[0][0] == token for each, token in zip(out.logprobs, out.tokens, strict=True))
+    assert all(
+        len(each.top) == 4 and each.top[0][0] == token for each, token in zip(out.logprobs, out.tokens, strict=True)
+    )
 
 
 def test_end_token_ends_and_is_not_text(engine):
@@ -270,7 +272,9 @@ def test_reserve_leaves_the_pool_as_it_was(engine):
     before = [(store.refs.copy(), store.fill.copy(), store.used) for store in pool.stores]
     fit = engine.reserve()
     after = [(store.refs, store.fill, store.used) for store in pool.stores]
-    assert all((a[0] == b[0]).all() and (a[1] == b[1]).all() and a[2] == b[2] for a, b in zip(before, after, strict=True))
+    assert all(
+        (a[0] == b[0]).all() and (a[1] == b[1]).all() and a[2] == b[2] for a, b in zip(before, after, strict=True)
+    )
     assert fit.longest == engine.context
     assert fit.activation_bytes > 0
     assert fit.weight_bytes > 0

@@ -96,9 +96,10 @@ def test_states(kernel, tmp_path):
                 torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_an_older_config(tmp_path):
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_older_config(tied, tmp_path):
     """As the first files on the hub have it: attention by index, other names, rope's theta on its own."""
-    reference = tiny(tie_word_embeddings=False)
+    reference = tiny(tie_word_embeddings=tied)
     save(reference, tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
@@ -106,10 +107,11 @@ def test_an_older_config(tmp_path):
     config["full_attn_idxs"] = [1]
     config["rope_theta"] = 1000000.0
     config["block_ff_dim"] = config.pop("intermediate_size")
-    config["tie_embedding"] = config.pop("tie_word_embeddings")
+    config["tie_embedding"], config["tie_word_embeddings"] = tied, not tied  # the older name is the one that counts
     path.write_text(json.dumps(config))
     model = load_model(tmp_path)
     assert [type(kind) for kind in model.kinds] == [ShortConv, FullKV, ShortConv, ShortConv]
+    assert (model.head is model.embedding) == tied
     check_prompt(reference, model)
 
 
@@ -136,6 +138,7 @@ def test_a_layer_type_of_another_family(tmp_path):
 
 @pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
 def test_bfloat16(options, tmp_path):
+    """Measured: at most 0.018 apart, where logits reach 2.4, and both are up to 0.025 off float32."""
     reference = tiny(**options)
     save(reference, tmp_path)
-    check_prompt(reference.to(torch.bfloat16), load_model(tmp_path, dtype="bfloat16"), tolerance=0.06)
+    check_prompt(reference.to(torch.bfloat16), load_model(tmp_path, dtype="bfloat16"), tolerance=0.04)

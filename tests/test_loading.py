@@ -1,92 +1,40 @@
-"""Bad input around models: real files, damaged one way at a time, each a typed error that names file and remedy."""
+"""Bad weights: real files, damaged one way at a time, each a typed error that names the file and the remedy.
 
-import itertools
+Also what must load: shards, links, repeated heads, every dtype.
+"""
+
 import json
 import os
 import re
 import shutil
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from parity import feed, pool_for, randomise
+from folders import SMALL, edit_config, logits, refusal
+from parity import randomise
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 
-import bough.models
-from bough.errors import BadWeights, ModelError, OptionError, UnknownArchitecture
-from bough.models.fields import OBJECTS, RULES
+from bough.errors import BadWeights, OptionError
 from bough.models.load import load_model
-from bough.models.model import Model
-from bough.state.live import State
-
-SMALL = {
-    "vocab_size": 29,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
-}
-MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
-FAMILIES = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"use_sliding_window": True, "rope_parameters": YARN, **MIXED}),
-    "lfm2": (Lfm2ForCausalLM, Lfm2Config, {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, MIXED),
-    "gemma4": (Gemma4ForCausalLM, Gemma4TextConfig, {"hidden_size_per_layer_input": 0, "global_head_dim": 8, **MIXED}),
-}
 
 
 @pytest.fixture(scope="session")
-def originals(tmp_path_factory) -> dict[str, Path]:
-    """A folder with a tiny model of each family, as transformers writes it. Not to be changed."""
-    folders = {}
-    for name, (model, config, options) in FAMILIES.items():
-        torch.manual_seed(0)
-        reference = model(config(**SMALL, **options))
-        randomise(reference)
-        folders[name] = tmp_path_factory.mktemp(name)
-        reference.save_pretrained(folders[name])
-    return folders
+def original(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    reference = LlamaForCausalLM(LlamaConfig(**SMALL))
+    randomise(reference)
+    folder = tmp_path_factory.mktemp("original")
+    reference.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
-def folder(originals, tmp_path) -> Path:
+def folder(original, tmp_path) -> Path:
     """A Llama to damage."""
-    return Path(shutil.copytree(originals["llama"], tmp_path / "model"))
-
-
-def edit_config(folder: Path, **fields) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    return Path(shutil.copytree(original, tmp_path / "model"))
 
 
 def edit_weights(folder: Path, change) -> None:
@@ -110,171 +58,9 @@ def split(folder: Path, count: int = 3) -> Path:
     return index
 
 
-def logits(model: Model) -> Tensor:
-    pool = pool_for(model, tokens=64, running=4)
-    return feed(model, pool, [(State(pool), [1, 2, 3, 4, 5])])[0]
-
-
-def refusal(folder: Path, kind: type[ModelError] = ModelError) -> str:
-    """The message with which the folder is refused."""
-    with pytest.raises(kind) as caught:
-        load_model(folder)
-    assert type(caught.value) in (ModelError, BadWeights, UnknownArchitecture)
-    return str(caught.value)
-
-
-# The folder and its config.json
-
-
 def test_a_folder_that_is_not_there(tmp_path):
     missing = tmp_path / "nowhere"
     assert re.search(rf"{missing} is not there; give a folder", refusal(missing))
-
-
-def test_a_folder_without_config(folder):
-    (folder / "config.json").unlink()
-    assert re.search(rf"{folder} has no config.json; give a folder", refusal(folder))
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[1, 2]", "null", "3", '"config"', "\ufeff{}", "[" * 100_000, '{"a": 1e999999', "9" * 5000]
-)
-def test_a_config_that_is_no_json_object(text, folder):
-    (folder / "config.json").write_text(text)
-    assert re.search(r"config.json (cannot be read as JSON|is not a JSON object).*download it again", refusal(folder))
-
-
-def test_a_config_that_is_not_text(folder):
-    (folder / "config.json").write_bytes(b"\xff\xfe\x00{}")
-    assert "config.json cannot be read as JSON" in refusal(folder)
-    (folder / "config.json").unlink()
-    (folder / "config.json").mkdir()
-    assert "config.json cannot be read as JSON" in refusal(folder)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "", "Llama", "llama.Llama", "../llama"])
-def test_an_unknown_architecture(name, folder):
-    edit_config(folder, model_type=name)
-    message = refusal(folder, UnknownArchitecture)
-    assert f"config.json is of type {name!r}; Bough runs " in message and "llama" in message and "lfm2" in message
-
-
-def test_a_config_without_model_type(folder):
-    edit_config(folder, model_type=None)
-    assert "config.json is of type '(none)'" in refusal(folder, UnknownArchitecture)
-
-
-@pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "num_attention_heads", "rms_norm_eps"])
-def test_a_config_that_lacks_a_field(name, folder):
-    config = json.loads((folder / "config.json").read_text())
-    del config[name]
-    (folder / "config.json").write_text(json.dumps(config))
-    assert re.search(rf"config.json lacks '{name}'; take the config.json that belongs to the weights", refusal(folder))
-
-
-def test_fields_that_contradict_each_other(folder):
-    edit_config(folder, num_attention_heads=3)
-    assert "num_attention_heads 3, which is no multiple of num_key_value_heads 2" in refusal(folder)
-    edit_config(folder, num_attention_heads=3, num_key_value_heads=1, head_dim=None)
-    assert "hidden_size 16, which num_attention_heads 3 does not divide, and no head_dim" in refusal(folder)
-    edit_config(folder, num_attention_heads=4, layer_types=["full_attention"] * 3)
-    assert "3 layer_types for num_hidden_layers 2" in refusal(folder)
-
-
-def test_a_text_config_that_is_no_object(folder):
-    edit_config(folder, text_config=[1])
-    assert "config.json (text_config) is [1], and must be an object" in refusal(folder)
-
-
-def test_rope_that_lacks_a_parameter(folder):
-    for kind, name in [("linear", "factor"), ("llama3", "factor"), ("llama3", "high_freq_factor")]:
-        rope = {key: value for key, value in LLAMA3.items() if key != name}
-        edit_config(folder, rope_parameters={**rope, "rope_type": kind})
-        assert f"lack '{name}'" in refusal(folder)
-    edit_config(folder, rope_parameters={"rope_type": "dynamic"})
-    assert "rope type 'dynamic' is not supported" in refusal(folder, UnknownArchitecture)
-
-
-# No field of a config.json brings up anything but a ModelError
-
-WRONG = [None, "x", "4", "", -1, 0, 1, 3, 7, 1.5, 0.0, -2.0, 1e300, 10**30, True, False]
-WRONG += [[], [1], ["x"], {}, {"x": 1}, [[]], [None]]
-
-
-def try_config(folder: Path, config: dict) -> Exception | None:
-    """Load with that config and feed some tokens; the error, if it is one that a user should not see."""
-    (folder / "config.json").write_text(json.dumps(config))
-    try:
-        logits(load_model(folder))
-    except ModelError:
-        return None
-    except Exception as error:  # noqa: BLE001 (what is looked for)
-        return error
-    return None
-
-
-def places(fields: dict, inside: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path to every field that a model may read, also to those in fields."""
-    for name, value in fields.items():
-        if inside or name in RULES or name in OBJECTS:
-            yield (*inside, name)
-        if isinstance(value, dict):
-            yield from places(value, (*inside, name))
-
-
-def with_value(fields: dict, place: tuple[str, ...], value: object) -> dict:
-    name, *rest = place
-    return {**fields, name: with_value(fields[name], tuple(rest), value) if rest else value}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_any_one_field_wrong(family, originals, tmp_path):
-    folder = Path(shutil.copytree(originals[family], tmp_path / "model"))
-    good = json.loads((folder / "config.json").read_text())
-    surprises = []
-    for place, value in itertools.product(places(good), WRONG):
-        error = try_config(folder, with_value(good, place, value))
-        if error:
-            surprises.append(f"{'.'.join(place)} = {value!r}: {error!r}")
-    assert not surprises, "\n".join(surprises)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_any_one_field_missing(family, originals, tmp_path):
-    folder = Path(shutil.copytree(originals[family], tmp_path / "model"))
-    good = json.loads((folder / "config.json").read_text())
-    for name in good:
-        error = try_config(folder, {key: value for key, value in good.items() if key != name})
-        assert error is None, f"without {name}: {error!r}"
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(sorted(RULES)), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-@given(
-    st.sampled_from(sorted(FAMILIES)), st.dictionaries(st.sampled_from(sorted({*RULES, *OBJECTS})), JSON, max_size=6)
-)
-def test_any_fields_wrong(originals, family, fields):
-    fields.pop("model_type", None)
-    folder = originals[family]
-    original = (folder / "config.json").read_text()
-    try:
-        error = try_config(folder, {**json.loads(original), **fields})
-    finally:
-        (folder / "config.json").write_text(original)
-    assert error is None, f"{fields}: {error!r}"
-
-
-def test_every_field_that_a_model_reads_has_a_rule():
-    """A field without one would be a traceback when it is wrong. A new field goes into fields.py."""
-    source = "".join(path.read_text() for path in Path(bough.models.__path__[0]).glob("*.py"))
-    read = set(re.findall(r"\bconfig\.get\(\"(\w+)\"", source)) | set(re.findall(r"\bconfig\.(\w+)\b(?!\()", source))
-    own = {"where", "text", "head_size", "json", "defaults"}
-    assert read - own - set(RULES) - OBJECTS == set()
 
 
 # The files with the weights

@@ -67,7 +67,11 @@ def test_windows_on_listed_layers(tmp_path):
 
 
 def test_a_window_that_is_not_in_use(tmp_path):
-    check_family(tiny(use_sliding_window=False, sliding_window=5, max_window_layers=0), tmp_path)
+    reference = tiny()
+    save(reference, tmp_path)
+    edit_config(tmp_path, lambda config: config.update(sliding_window=5, use_sliding_window=False, max_window_layers=0))
+    edit_config(tmp_path, lambda config: config.pop("layer_types"))
+    check_prompt(reference, load_model(tmp_path))
 
 
 def test_an_older_config(tmp_path):
@@ -96,7 +100,7 @@ def test_a_layer_type_of_another_family(tmp_path):
 
 @pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
 def test_bfloat16(options, tmp_path):
-    """Measured: at most 0.04 apart, where logits reach 1.6 and the reference's own bfloat16 is 0.03 off its float32."""
+    """Measured: at most 0.019 apart, where logits reach 1.6, and both are up to 0.03 off float32."""
     reference = tiny(**options)
     save(reference, tmp_path)
-    check_prompt(reference.to(torch.bfloat16), load_model(tmp_path, dtype="bfloat16"), tolerance=0.06)
+    check_prompt(reference.to(torch.bfloat16), load_model(tmp_path, dtype="bfloat16"), tolerance=0.04)

@@ -4,11 +4,12 @@ import json
 import random
 import threading
 from functools import cache
+from itertools import product
 from pathlib import Path
 from unicodedata import normalize
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Core
@@ -56,10 +57,7 @@ def spaced(*, style: str) -> Core:
     start = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     trained = Core(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    alphabet = sorted(set("".join(LINES[:4]).replace("ö", "")))
-    trained.train_from_iterator(
-        LINES[:4], trainers.BpeTrainer(vocab_size=300, show_progress=False, limit_alphabet=len(alphabet))
-    )
+    trained.train_from_iterator(LINES[:4], trainers.BpeTrainer(vocab_size=300, show_progress=False))
     model = json.loads(trained.to_str())["model"]
     texts = [*SPACED, *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(model["vocab"], key=model["vocab"].get)]
     vocab = {text: token for token, text in enumerate(dict.fromkeys([*texts, "▁", "▁▁"]))}
@@ -81,8 +79,9 @@ def spaced(*, style: str) -> Core:
         core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
     core.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", vocab["<s>"])])
     core.add_special_tokens(SPACED)
-    if style == "gemma":
-        core.add_tokens([AddedToken(text, normalized=False, special=False) for text in ("\n", "\n\n", "▁▁", "[tool]")])
+    extra = ("▁▁", "\n", "\n\n", "[tool]") if style == "gemma" else ("▁▁",)
+    core.add_tokens([AddedToken(text, normalized=False, special=False) for text in extra])
+    core.add_tokens([AddedToken("fox", normalized=True, special=False)])
     return core
 
 
@@ -94,7 +93,11 @@ BUILDERS = {
     "metaspace": lambda: spaced(style="metaspace"),
 }
 NAMED = {
-    "byte_level": {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>", "__type": "AddedToken"}},
+    "byte_level": {
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": {"content": "<|endoftext|>", "__type": "AddedToken"},
+    },
     "spaced": {"bos_token": "<s>", "eos_token": {"content": "</s>", "__type": "AddedToken"}, "unk_token": "<unk>"},
 }
 
@@ -119,7 +122,7 @@ def write_folder(folder: Path, kind: str, **config: object) -> Path:
     return folder
 
 
-def both(folder: Path):  # noqa: ANN201
+def both(folder: Path):
     """Our tokenizer of a folder and that of transformers."""
     from transformers import AutoTokenizer
 
@@ -146,7 +149,7 @@ def test_equals_transformers(kind: str, tmp_path: Path) -> None:
     assert ours is not None
 
     @given(text=texts, tokens=st.lists(vocabulary))
-    @settings(max_examples=150)
+    @settings(max_examples=80)
     def check(text: str, tokens: list[int]) -> None:
         assert ours.encode(text) == theirs.encode(text)
         assert ours.encode(text, special=False) == theirs.encode(text, add_special_tokens=False)
@@ -166,16 +169,23 @@ def test_equals_transformers(kind: str, tmp_path: Path) -> None:
 @kinds
 def test_pieces_join_to_the_decoded_text(kind: str) -> None:
     ours = tokenizer(kind)
-    single = [token for token in range(ours.vocab_size) if len(ours.token_bytes(token)) == 1]
-    high = st.sampled_from([token for token in single if ours.token_bytes(token) >= b"\x80"])
+    by_byte = {ours.token_bytes(token): token for token in range(ours.vocab_size)}
+    cut_characters = st.builds(
+        lambda text, start, end: [by_byte[bytes([byte])] for byte in text.encode()[start : len(text.encode()) - end]],
+        st.sampled_from(["€", "😀", "é😀", "\n", "\xff"]),
+        st.integers(0, 1),
+        st.integers(0, 3),
+    )
+    spaces = st.sampled_from([by_byte[b" "], by_byte.get(b"  ", 0)])
+    chunks = st.lists(st.one_of(cut_characters, spaces.map(lambda token: [token]), st.lists(vocabulary, max_size=4)))
 
     @given(
-        tokens=st.lists(st.one_of(vocabulary, high), max_size=16),
+        tokens=chunks.map(lambda chunks: [token for chunk in chunks for token in chunk]),
         prompt=st.integers(0, 8),
         skip=st.booleans(),
         step=st.integers(1, 4),
     )
-    @settings(max_examples=250)
+    @settings(max_examples=150)
     def check(tokens: list[int], prompt: int, skip: bool, step: int) -> None:
         text, shown = (ours.decode(some, skip_special=skip) for some in (tokens, tokens[:prompt]))
         whole = Detokenizer(ours, skip_special=skip)
@@ -217,6 +227,19 @@ def test_a_run_of_byte_tokens_comes_when_it_ends() -> None:
     assert stream.push(euro[:3]) + stream.finish() == "€"
 
 
+def test_a_character_begun_in_the_prompt() -> None:
+    for kind in ("byte_level", "llama"):
+        ours = tokenizer(kind)
+        by_byte = {ours.token_bytes(token): token for token in range(ours.vocab_size)}
+        prompt, invalid = [by_byte[bytes([byte])] for byte in "😀".encode()], by_byte[b"\xff"]
+        begun = Detokenizer(ours, prompt[:3])
+        assert begun.push(prompt[3:]) + begun.finish() == "😀"
+        given_up = Detokenizer(ours, prompt[:3])
+        assert given_up.push(ours.encode_split("a", follows=True)[0]) == "a"
+        spoilt = Detokenizer(ours, [invalid, *prompt])
+        assert spoilt.push([invalid]) + spoilt.finish() == "\N{REPLACEMENT CHARACTER}"
+
+
 @pytest.mark.parametrize("kind", ["llama", "prepend", "metaspace"])
 def test_only_the_start_of_a_text_loses_its_space(kind: str) -> None:
     ours = tokenizer(kind)
@@ -238,7 +261,7 @@ def test_token_text(kind: str) -> None:
 
 @kinds
 @given(text=st.lists(st.one_of(st.text(max_size=8), st.sampled_from([*LINES, " ", "  ", "\n", "\n\n"])), max_size=5))
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_following_text_is_encoded_without_a_start(kind: str, text: list[str]) -> None:
     ours, plain = tokenizer(kind), normalize("NFC", "".join(text).replace("▁", "_"))
     tokens, _ = ours.encode_split(plain, follows=True)
@@ -248,7 +271,7 @@ def test_following_text_is_encoded_without_a_start(kind: str, text: list[str]) -
 
 @kinds
 @given(text=texts, follows=st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_text_is_tokenised_apart_at_splits(kind: str, text: str, follows: bool) -> None:
     ours = tokenizer(kind)
     tokens, splits = ours.encode_split(text, follows=follows)
@@ -299,7 +322,12 @@ FLAGS = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": F
         {"eos_token": "<new>", "extra_special_tokens": ["<more>", "the"]},
         {"additional_special_tokens": ["<more>"], "image_token": "<image>"},
         {"extra_special_tokens": {"boi_token": "<boi>", "eot_token": "<end_of_turn>"}},
-        {"added_tokens_decoder": {"900": FLAGS | {"content": "<b>"}, "31": FLAGS | {"content": "<a>", "special": False}}},
+        {
+            "added_tokens_decoder": {
+                "900": FLAGS | {"content": "<b>"},
+                "31": FLAGS | {"content": "<a>", "special": False},
+            }
+        },
         {"added_tokens_decoder": {"1": FLAGS | {"content": "<s>", "rstrip": True, "special": False}}},
         {"added_tokens_decoder": {"5": FLAGS | {"content": "[tool]"}}, "eos_token": "[tool]"},
     ],
@@ -385,11 +413,11 @@ def cut(text: str, stops: list[str]) -> str:
 
 
 @given(
-    text=st.text("abc", max_size=30),
-    stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
+    text=st.text("ab", max_size=30),
+    stops=st.lists(st.text("ab", min_size=3, max_size=9), max_size=4),
     cuts=st.lists(st.integers(1, 6), min_size=30, max_size=30),
 )
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_stop_strings_cut_at_the_earliest(text: str, stops: list[str], cuts: list[int]) -> None:
     matcher, out, at = StopStrings(stops), "", 0
     for length in cuts:
@@ -402,6 +430,12 @@ def test_stop_strings_cut_at_the_earliest(text: str, stops: list[str], cuts: lis
             assert not held or any(stop in held or stop.startswith(held) for stop in stops)
     assert out + matcher.finish() == cut(text, stops)
     assert matcher.stopped == (cut(text, stops) != text)
+
+
+def test_a_stop_string_that_repeats_itself() -> None:
+    for stop in map("".join, product("ab", repeat=6)):
+        for text in map("".join, product("ab", repeat=9)):
+            assert StopStrings([stop]).push(text) == (cut(text, [stop]), True) or stop not in text
 
 
 def test_an_earlier_longer_stop_may_still_win() -> None:
@@ -446,7 +480,7 @@ GEMMA_TEMPLATE = """\
 {{ bos_token }}
 {%- if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {%- for message in messages %}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}
     {%- set role = 'model' if message['role'] == 'assistant' else message['role'] %}
     {{- '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}
 {%- endfor %}
@@ -495,7 +529,13 @@ def assistant(content: str) -> dict[str, str]:
 
 
 HELLO = [user("hello")]
-CHAT = [user(" Hello there "), assistant("<think>\nhm\n</think>\n\nHi! 日本"), user("the dog?"), assistant("No."), user("ok")]
+CHAT = [
+    user(" Hello there "),
+    assistant("<think>\nhm\n</think>\n\nHi! 日本"),
+    user("the dog?"),
+    assistant("No."),
+    user("ok"),
+]
 
 
 @templates
@@ -517,13 +557,13 @@ def test_renders_as_transformers_does(name: str, tmp_path: Path) -> None:
     "source",
     [
         "{{ tools | tojson }} {{ tools | tojson(indent=2) }} {{ tools | tojson(sort_keys=true, ensure_ascii=true) }}",
-        "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.content }}{% continue %}x{% endfor %}",
+        "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.content }}{% continue %}x{% endfor %}",
         "{% for m in messages %}{{ loop.length }}{{ loop.last }}{{ loop.revindex }}{{ loop.cycle(1, 2) }}{% endfor %}",
-        "{% for m in messages if m.role == 'user' %}{{ loop.previtem.content if loop.previtem }}{% else %}x{% endfor %}",
+        "{% for m in messages if m.role == 'user' %}{{ loop.previtem.role if loop.previtem }}{% else %}x{% endfor %}",
         "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{{ messages[0].content }}{% endgeneration %}{{ x }}",
-        "{% macro f(n) %}{{ n }}{% if n %}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(3) }}{{ dict(a=2 * 3)['a'] ** 2 }}",
+        "{% macro f(n) %}{{ n }}{% if n %}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(3) }}{{ dict(a=2 * 3).a ** 2 }}",
         "{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is sequence else x }}{% endfor %}{{ '-' * 3 + 'x' }}",
-        "{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}{% for x in missing %}a{% else %}b{% endfor %}",
+        "{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}{% for x in absent %}{% else %}b{% endfor %}",
         "{{ messages[1].thinking }}{{ messages[1].reasoning_content }}{{ missing }}{{ documents }}{{ eos_token }}",
         "{{ strftime_now('%Y') }}{{ messages | map(attribute='content') | join('|') }}{{ range(5) | sum }}",
         "  {% if true %}\n  a\n  {% endif %}\n{%- if false %}b{% endif %}\n c\n",
@@ -658,7 +698,7 @@ def expected_boundaries(template: ChatTemplate, ours: Tokenizer, messages: list[
 
 @templates
 @given(contents=st.lists(texts, min_size=1, max_size=5), system=st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_boundaries_are_common_token_prefixes(name: str, contents: list[str], system: bool) -> None:
     template, ours = chat_template(name), tokenizer(TEMPLATES[name][0])
     roles = ["user", "assistant"] * 3
@@ -702,9 +742,9 @@ def test_a_long_chat(name: str) -> None:
     contents = ["".join(draw.choices("".join(LINES), k=100)).strip() for _ in range(201)]
     messages = [user(text) if i % 2 == 0 else assistant(text) for i, text in enumerate(contents)]
     tokens, boundaries = chat_template(name).tokens_and_boundaries(messages)
-    assert len(boundaries) >= (40 if name.startswith("plain") else 200)  # without added tokens, all is tokenised anew
+    assert len(boundaries) >= (30 if name.startswith("plain") else 200)  # without added tokens, all is tokenised anew
     assert boundaries == sorted(set(boundaries))
-    assert 0 < boundaries[0] and boundaries[-1] < len(tokens)
+    assert boundaries[0] > 0 and boundaries[-1] < len(tokens)
 
 
 def test_the_search_for_boundaries_is_bounded_newest_turns_first() -> None:
@@ -761,37 +801,89 @@ def test_the_end_of_turn_token_is_the_one_of_the_template() -> None:
     assert extended[0].tokens[: len(prompt.tokens + reply + closing)] == prompt.tokens + reply + closing
 
 
-def test_a_rewritten_past_keeps_what_comes_before() -> None:
-    template, ours = chat_template("thinking"), tokenizer("byte_level")
-    first = template.prompt(HELLO)
-    plain = spelled(ours, "Hello world")
+@pytest.mark.parametrize("name", ["chatml", "llama3", "gemma"])
+@pytest.mark.parametrize("dropped", ["\n", "\nUser:", "<think>"])
+def test_a_reply_that_lost_its_end_keeps_the_rest(name: str, dropped: str) -> None:
+    """As after a stop string, or when the template trims."""
+    template, ours = chat_template(name), tokenizer(TEMPLATES[name][0])
+    prompt, reply = template.prompt(HELLO), spelled(ours, "Hello wörld")
+    messages = [*HELLO, assistant("Hello wörld"), user("more")]
+    extended = template.extend(prompt, reply + spelled(ours, dropped), messages)
+    assert extended == template.extend(prompt, reply, messages)
+    assert extended.tokens[: len(prompt.tokens + reply)] == prompt.tokens + reply
+
+
+def test_an_edited_reply_is_tokenised_anew_and_the_past_kept() -> None:
+    template, ours = chat_template("chatml"), tokenizer("byte_level")
+    first, reply = template.prompt(HELLO), spelled(ours, "Hello world")
     messages = [*HELLO, assistant("Hello world"), user("the dog?")]
-    second = template.extend(first, plain, messages)
+    second = template.extend(first, reply, messages)
+    messages += [assistant("Hello there"), user("ok")]
+    third = template.extend(second, spelled(ours, "Hello world"), messages)
+    rest = ours.encode(third.text[len(second.text) :], special=False)
+    assert third.tokens == second.tokens + rest
+
+
+def test_thinking_left_out_of_the_past() -> None:
+    template, ours = chat_template("thinking"), tokenizer("byte_level")
+    first, reply = template.prompt(HELLO), spelled(ours, "Hello world")
+    messages = [*HELLO, assistant("Hello world"), user("the dog?")]
+    second = template.extend(first, reply, messages)
     thought = "<think>\nwell, the dog\n</think>\n\nNo."
     messages += [assistant(thought), user("ok")]
     third = template.extend(second, spelled(ours, thought), messages)
+    assert (
+        third.text
+        == template.render(messages)
+        == second.text + "No.<|im_end|>\n<|im_start|>user\nok" + ("<|im_end|>\n<|im_start|>assistant\n")
+    )
+    assert third.tokens == second.tokens + ours.encode(third.text[len(second.text) :], special=False)
+
+
+def test_a_rewritten_prompt_keeps_what_comes_before() -> None:
+    source = THINKING_TEMPLATE.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
+    assert source != THINKING_TEMPLATE
+    ours = tokenizer("byte_level")
+    template = ChatTemplate(ours, source)
+    messages = [*HELLO, assistant("Hello world"), user("the dog?")]
+    second = template.extend(template.prompt(HELLO), spelled(ours, "hm</think>Hello world"), messages)
+    assert second.tokens == ours.encode(second.text, special=False)
+    messages += [assistant("No."), user("ok")]
+    third = template.extend(second, spelled(ours, "hm</think>No."), messages)
     assert third.text == template.render(messages)
-    assert "well" not in third.text and "No." in third.text
-    head = first.tokens + plain
-    assert third.tokens[: len(head)] == head  # the reply before is not retokenised
-    whole = ours.encode(third.text, special=False)
-    assert ours.decode(third.tokens, skip_special=False) == ours.decode(whole, skip_special=False)
-    common = ours.encode("<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n<|im_start|>user\nok", special=False)
-    assert third.tokens[-len(common) - 5 :] == whole[-len(common) - 5 :]
+    kept = ours.encode(second.text[: second.text.rindex("<|im_end|>")], special=False)
+    assert third.tokens[: len(kept)] == kept
+    assert ours.decode(third.tokens, skip_special=False) == third.text
 
 
-def test_a_past_without_added_tokens_is_retokenised_when_rewritten() -> None:
+@templates
+@given(contents=st.lists(texts, min_size=4, max_size=4))
+@settings(max_examples=20)
+@example(contents=["hel", "", "hello", ""])
+@example(contents=["a\n", "", "a\n\nb", ""])
+def test_an_edited_past_is_tokenised_as_a_whole(name: str, contents: list[str]) -> None:
+    template = chat_template(name)
+    before, after = ([user(contents[i]), assistant(contents[i + 1]), user("ok")] for i in (0, 2))
+    transcript = template.prompt(before)
+    edited = template.extend(transcript, [], after)
+    if not edited.text.startswith(transcript.text):
+        assert edited == template.prompt(after)
+
+
+def test_an_edited_past_is_tokenised_anew() -> None:
     template, ours = chat_template("plain"), tokenizer("byte_level")
-    first = template.prompt(HELLO)
-    messages = [*HELLO, assistant("something else"), user("more")]
-    extended = template.extend(first, spelled(ours, " Hello"), messages)
+    messages = [user("something else"), assistant(" Hello"), user("more")]
+    extended = template.extend(template.prompt(HELLO), spelled(ours, " Hello"), messages)
     assert extended.tokens == ours.encode(template.render(messages), special=False)
+    assert extended.splits == []
 
 
 @templates
 @given(contents=st.lists(texts, min_size=4, max_size=4), edited=st.booleans(), data=st.data())
-@settings(max_examples=60)
-def test_an_extended_chat_stands_for_its_text(name: str, contents: list[str], edited: bool, data: st.DataObject) -> None:
+@settings(max_examples=30)
+def test_an_extended_chat_stands_for_its_text(
+    name: str, contents: list[str], edited: bool, data: st.DataObject
+) -> None:
     template, ours = chat_template(name), tokenizer(TEMPLATES[name][0])
     messages, transcript = [user(contents[0])], template.prompt([user(contents[0])])
     for said, asked in ((contents[1], contents[2]), (contents[3], contents[0])):

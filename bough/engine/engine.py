@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, SupportsIndex, cast, overload
 
 import torch
 
@@ -46,7 +46,9 @@ class Engine:
             raise OptionError(f"context {self.context} is more than the {self.model.context} tokens the model can read")
         self.max_running = _at_least_one("max_running", max_running) or 64
         # Larger steps gain nothing on a CPU and make others wait.
-        self.step_tokens = _at_least_one("step_tokens", step_tokens) or (512 if self.model.device.type == "cpu" else 2048)
+        self.step_tokens = _at_least_one("step_tokens", step_tokens) or (
+            512 if self.model.device.type == "cpu" else 2048
+        )
         pool = self._pool(cache or CacheConfig())
         self._runner = Runner(self.model, pool)
         self._loop = Loop(self._runner, max_running=self.max_running, step_tokens=self.step_tokens)
@@ -69,9 +71,7 @@ class Engine:
 
     def _pool(self, cache: CacheConfig) -> Pool:
         kv_dtype = None if cache.dtype == "auto" else DTYPES[cache.dtype]
-        layout = Layout.of(
-            self.model.kinds, page_tokens=cache.page_tokens, dtype=self.model.dtype, kv_dtype=kv_dtype
-        )
+        layout = Layout.of(self.model.kinds, page_tokens=cache.page_tokens, dtype=self.model.dtype, kv_dtype=kv_dtype)
         nbytes = cache.device_bytes
         if nbytes is None:
             most = capacity.slabs(layout, self.max_running, self.context, self.step_tokens) * layout.slab_bytes
@@ -82,24 +82,25 @@ class Engine:
     @overload
     def generate(self, prompt: str, params: SamplingParams | None = None) -> Output: ...
     @overload
-    def generate(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Output: ...
+    def generate(self, prompt: list[int], params: SamplingParams | None = None) -> Output: ...
     @overload
-    def generate(self, prompt: Sequence[Prompt], params: SamplingParams | None = None) -> list[Output]: ...
+    def generate(self, prompt: list[str] | list[list[int]], params: SamplingParams | None = None) -> list[Output]: ...
 
     def generate(
         self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None = None
     ) -> Output | list[Output]:
         """Continue a prompt (text or token ids), or several at once; waits for the end."""
-        if _is_one(prompt):
-            return self.submit(prompt, params).result()  # type: ignore[arg-type]
-        requests = [self._request(each, params) for each in prompt]  # type: ignore[arg-type]
+        one = _is_one(prompt)
+        prompts = cast(Sequence[Prompt], [prompt] if one else prompt)
+        requests = [self._request(each, params) for each in prompts]  # refused before any is started
         handles = [self._start(request) for request in requests]
         try:
-            return [handle.result() for handle in handles]
+            outputs = [handle.result() for handle in handles]
         except BaseException:
             for handle in handles:
                 handle.cancel()
             raise
+        return outputs[0] if one else outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Continue a prompt piece by piece. Closing the iterator cancels."""
@@ -130,9 +131,7 @@ class Engine:
 
     def reserve(self) -> Fit:
         """Measure the peak of activations with made-up tokens, and tell how many tokens and sequences fit."""
-        return reserve(
-            self._runner, step_tokens=self.step_tokens, context=self.context, max_running=self.max_running
-        )
+        return reserve(self._runner, step_tokens=self.step_tokens, context=self.context, max_running=self.max_running)
 
     def check(self) -> None:
         """Assert that no memory is lost. For tests, while nothing is under way."""
@@ -206,9 +205,9 @@ def _is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
 
 
 def _token(value: object) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TokenOutOfRange(f"{value!r} is not a token id; prompts are text or lists of ints")
-    return int(value)  # type: ignore[call-overload]
+    return value.__index__()
 
 
 def _at_least_one(name: str, value: int | None) -> int | None:

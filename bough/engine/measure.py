@@ -4,7 +4,6 @@ import os
 from dataclasses import dataclass
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bough.engine.runner import Runner
@@ -47,8 +46,9 @@ def peak_bytes(runner: Runner, counts: list[int], history: list[int]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         runner.rehearse(counts, history)
     held = peak = 0
-    for event in seen.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]" and event.device_type() == DeviceType.CPU:
+    assert seen.profiler is not None
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)
     return peak

@@ -10,7 +10,7 @@ another way (repeated concatenation, a format width) can still use up memory. Wh
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from bough.engine.tokenizer import Detokenizer, Split, Tokenizer, common_prefix
+from bough.engine.tokenizer import Detokenizer, Place, Tokenizer, common_prefix
 from bough.errors import TemplateError
 
 Message = Mapping[str, Any]
@@ -42,14 +42,14 @@ class Transcript:
 
     text: str
     tokens: list[int]
-    splits: list[Split]
+    splits: list[Place]
 
-    def last_split(self, end: int) -> Split:
+    def last_split(self, end: int) -> Place:
         """The last split at or before a place in the text; the start of the text is one."""
         place = bisect_right(self.splits, end, key=lambda split: split.char)
-        return self.splits[place - 1] if place else Split(0, 0)
+        return self.splits[place - 1] if place else Place(0, 0)
 
-    def split_at(self, char: int) -> Split | None:
+    def split_at(self, char: int) -> Place | None:
         split = self.last_split(char)
         return split if split.char == char else None
 
@@ -93,21 +93,20 @@ class ChatTemplate:
         """The prompt of the next turn, of a chat in which `transcript` was answered with the tokens `reply`.
 
         `messages` are all of the chat: those of the transcript, the reply, and what came after it. As long as their
-        text begins with the text generated so far, its tokens stay as they are and only the rest is tokenised. A
-        template may write the past differently (many leave out the thinking of earlier replies): then tokens are kept
-        up to the last added token before the change.
+        text begins with the text generated so far, its tokens stay as they are and only the rest is tokenised. Where
+        they differ (many templates leave out the thinking of earlier replies, or trim them), tokens are kept up to a
+        place before the difference at which the text is tokenised apart anyway.
         """
         text = self.render(messages, tools=tools, **extra)
-        past = self._answered(transcript, reply)
-        if text.startswith(past.text):
-            kept = Split(len(past.text), len(past.tokens))
-            tokens, splits = self._tokenizer.encode_split(text[kept.char :], follows=True)
+        follows = text.startswith(transcript.text)
+        if follows:
+            kept = self._agreement(transcript, reply, text)
         else:
-            kept = past.last_split(common_prefix(past.text, text) - self._tokenizer.split_reach)
-            tokens, splits = self._tokenizer.encode_split(text[kept.char :])
-        earlier = [split for split in past.splits if split < kept]
-        later = [Split(kept.char + split.char, kept.token + split.token) for split in splits]
-        return Transcript(text, past.tokens[: kept.token] + tokens, earlier + later)
+            kept = transcript.last_split(common_prefix(transcript.text, text) - self._tokenizer.split_reach)
+        tokens, splits = self._tokenizer.encode_split(text[kept.char :], follows=follows)
+        earlier = [split for split in transcript.splits if split < kept]
+        later = [Place(kept.char + split.char, kept.token + split.token) for split in splits]
+        return Transcript(text, [*transcript.tokens, *reply][: kept.token] + tokens, earlier + later)
 
     def tokens_and_boundaries(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **extra: Any
@@ -156,14 +155,24 @@ class ChatTemplate:
             length += 1
         return length
 
-    def _answered(self, transcript: Transcript, reply: Sequence[int]) -> Transcript:
-        """The transcript with a reply. The end-of-turn token is left to the template, which writes its own."""
-        end = len(reply)
-        while end and reply[end - 1] in self._tokenizer.special_ids:
-            end -= 1
+    def _agreement(self, transcript: Transcript, reply: Sequence[int], text: str) -> Place:
+        """How much of transcript and reply can stay when the chat goes on as `text`: all that agrees with it, if that
+        is the whole reply, else up to a split. End-of-turn tokens are left to the template, which writes its own.
+        """
+        start = place = kept = Place(len(transcript.text), len(transcript.tokens))
+        splits = {
+            start.char + split.char for split in self._tokenizer.encode_split(text[start.char :], follows=True)[1]
+        }
         stream = Detokenizer(self._tokenizer, transcript.tokens, skip_special=False)
-        text = stream.push(reply[:end]) + stream.finish()
-        return Transcript(transcript.text + text, [*transcript.tokens, *reply[:end]], transcript.splits)
+        for token in _without_end(reply, self._tokenizer.special_ids):
+            piece = stream.push([token])
+            if not text.startswith(piece, place.char):
+                return kept
+            place = Place(place.char + len(piece), place.token + 1)
+            if place.char in splits and stream.settled:
+                kept = place
+        rest = stream.finish()
+        return Place(place.char + len(rest), place.token) if text.startswith(rest, place.char) else kept
 
     def _variables(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, extra: dict[str, Any]
@@ -173,7 +182,7 @@ class ChatTemplate:
             raise TemplateError("the chat has no messages; give at least one")
         try:
             chat = {"messages": [_message(message) for message in messages], "tools": _plain(tools)}
-            return self._tokenizer.special | {"documents": None} | _plain(extra) | chat
+            return {**self._tokenizer.special, "documents": None, **_plain(extra), **chat}
         except RecursionError as error:
             raise TemplateError("messages or tools are nested too deeply; flatten them") from error
 
@@ -342,6 +351,13 @@ def _plain(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value) if kind is not str else str.__str__(value)
     raise TemplateError(f"messages and tools hold JSON data, not {type(value).__name__}; convert it first")
+
+
+def _without_end(reply: Sequence[int], special: Collection[int]) -> Sequence[int]:
+    end = len(reply)
+    while end and reply[end - 1] in special:
+        end -= 1
+    return reply[:end]
 
 
 def _parts(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

@@ -23,8 +23,8 @@ _USUAL_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "p
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
-class Split(NamedTuple):
-    """A place where an added token begins. The text before it and the text from it on are tokenised apart."""
+class Place(NamedTuple):
+    """A place between two tokens, counted in characters of the text and in tokens."""
 
     char: int
     token: int
@@ -105,11 +105,12 @@ class Tokenizer:
             return self._encode(text, special=True).ids
         return (self._bos if self._add_bos else []) + self._encode(text).ids
 
-    def encode_split(self, text: str, *, follows: bool = False) -> tuple[list[int], list[Split]]:
-        """Token ids of rendered text and the places where an added token splits it.
+    def encode_split(self, text: str, *, follows: bool = False) -> tuple[list[int], list[Place]]:
+        """Token ids of rendered text and its splits, the places where an added token begins.
 
-        With `follows` the text comes after other text, so nothing that belongs to the start of a text (such as the
-        space a metaspace tokenizer puts there) is added.
+        The text before a split and the text from it on are tokenised apart. With `follows` the text comes after other
+        text, so nothing that belongs to the start of a text (such as the space that a metaspace tokenizer puts there)
+        is added.
         """
         lead, head = "", list[int]()
         encoding = self._encode(text)
@@ -121,10 +122,10 @@ class Tokenizer:
                 break
         joined_text, skip = lead + text, len(head)
         splits = [
-            Split(start - len(lead), place - skip)
-            for place, (token, (start, _)) in enumerate(zip(encoding.ids, encoding.offsets, strict=True))
+            Place(start - len(lead), at - skip)
+            for at, (token, (start, _)) in enumerate(zip(encoding.ids, encoding.offsets, strict=True))
             # The model itself can also produce such an id, from text that only normalises to its string: no split.
-            if place >= skip and token in self._splitting and joined_text.startswith(self._splitting[token], start)
+            if at >= skip and token in self._splitting and joined_text.startswith(self._splitting[token], start)
         ]
         return encoding.ids[skip:], splits
 
@@ -193,6 +194,11 @@ class Detokenizer:
         """The text still held back. No tokens may be pushed after it."""
         return self._new(self._stream.unsettled())
 
+    @property
+    def settled(self) -> bool:
+        """Whether the tokens so far stand for the text so far: nothing is held back."""
+        return not self._stream.unsettled()
+
     def _shows(self, token: int) -> bool:
         return self._tokenizer.shows(token, skip_special=self._skip_special)
 
@@ -203,7 +209,7 @@ class Detokenizer:
             if self._shows(token):
                 tail.append(token)
                 # A character has at most four bytes, and a token at least one.
-                if len(tail) >= 4 and not self._tokenizer.is_byte(token) and self._tokenizer.decode([token]):
+                if len(tail) >= 4 and not self._tokenizer.is_byte(token):
                     break
         return tail[::-1]
 
@@ -237,18 +243,14 @@ class _PieceStream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._before: list[int] = []  # a little text in front of `held`, to which the decoder gave a start of text
+        self._before: list[int] = []  # the token before those held, so that they are not taken for a start of text
         self._held: list[int] = []
 
     def feed(self, token: int) -> str:
         self._held.append(token)
         text = "" if self._tokenizer.is_byte(token) else self.unsettled()
         if text:
-            if self._decode([token]):
-                self._before = [token]
-            elif not self._before:
-                self._before = self._held
-            self._held = []
+            self._before, self._held = [token], []
         return text
 
     def unsettled(self) -> str:

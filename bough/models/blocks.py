@@ -98,7 +98,7 @@ class Attention:
 
     def __call__(self, x: Tensor, step: Step, rotation: Rotation) -> Tensor:
         q, k, v = self.qkv(x).split(self.sizes, -1)
-        q = q.view(len(x), self.heads, -1)  # [T, H, d], or [T, H, 2d] with the gate
+        q = q.view(len(x), self.heads, self.sizes[0] // self.heads)  # [T, H, d], or [T, H, 2d] with the gate
         gate = None
         if self.gated:
             q, gate = q.chunk(2, -1)
@@ -113,7 +113,7 @@ class Attention:
         )
         if gate is not None:
             seen = seen * torch.sigmoid(gate)
-        return self.out(seen.reshape(len(x), -1))
+        return self.out(seen.flatten(1))
 
 
 def attention_kind(kv_heads: int, head_dim: int, window: int | None) -> PageKind:

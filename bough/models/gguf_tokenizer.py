@@ -152,14 +152,14 @@ class _Vocabulary:
     def _merges(self) -> list[tuple[str, str]]:
         """All pairs of pieces that make a piece, best result first.
 
-        Sentencepiece joins the pair with the best result, leftmost first. Ways to make the same piece compete only
-        where two of it overlap, and there the leftmost is the one with the longer left half.
+        Sentencepiece joins the neighbours with the best result, the leftmost of equals. Two ways to make the same piece
+        come one after the other here; that is no difference unless they would take the same neighbour from each other.
         """
         scores, kinds = self.numbers("scores"), zip(self.tokens, self.types, strict=True)
         pieces = {token: -scores[self.ids[token]] for token, kind in kinds if kind == NORMAL}
         return [
             (piece[:cut], piece[cut:])
             for piece in sorted(pieces, key=pieces.__getitem__)
-            for cut in range(len(piece) - 1, 0, -1)
+            for cut in range(1, len(piece))
             if piece[:cut] in pieces and piece[cut:] in pieces
         ]

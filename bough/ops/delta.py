@@ -67,37 +67,16 @@ def _pieces(count: int, cuts: Iterable[int]) -> Iterator[tuple[int, int]]:
             first = last
 
 
-def advance_token(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, target: Tensor
-) -> Tensor:
-    """One token: [1, H, d] each. Reads the state once for q and k together, then decays and updates it into `target`.
-
-    Sᵀq after the update is exp(g) Sᵀq before it, plus (kᵀq) times the change.
-    """
-    both = _unit(q, k, len(state))  # [H, 2, dk]
-    g, beta = g.T, beta.T  # [H, 1]
-    decay = torch.exp(g)
-    seen = torch.bmm(both, state) * decay[..., None]  # [H, 2, dv]
-    change = (v[0] - seen[:, 0]) * beta  # [H, dv]
-    key, query = both.unbind(1)
-    torch.mul(state, decay[..., None], out=target).addcmul_(key[:, :, None], change[:, None])
-    return seen[:, 1] + torch.linalg.vecdot(key, query)[:, None] * change
-
-
-def advance_token4(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, target: Tensor
-) -> Tensor:
-    both = _unit(q, k, len(state))  # [H, 2, dk]
+def advance_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, target: Tensor) -> Tensor:
+    """One token: q, k [1, Hk, dk], v [1, H, dv], g and beta [1, H] → [1, H, dv]. The new state goes to `target`."""
+    key, query = _unit(q, k, len(state)).split(1, 1)  # [H, 1, dk]
     torch.mul(state, torch.exp(g).T[..., None], out=target)
-    seen = torch.bmm(both[:, :1], target)  # [H, 1, dv]
-    change = (v.transpose(0, 1) - seen) * beta.T[..., None]  # [H, 1, dv]
-    target.addcmul_(both[:, 0, :, None], change)
-    return torch.bmm(both[:, 1:], target).transpose(0, 1)
+    change = (v.transpose(0, 1) - torch.bmm(key, target)) * beta.T[..., None]  # [H, 1, dv]
+    target.addcmul_(key.transpose(1, 2), change)
+    return torch.bmm(query, target).transpose(0, 1)
 
 
-def advance_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, target: Tensor
-) -> Tensor:
+def advance_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, target: Tensor) -> Tensor:
     """The same for n tokens: q, k [n, Hk, dk], v [n, H, dv], g and beta [n, H] → [n, H, dv]."""
     n, heads, width = v.shape
     both = _unit(q, k, heads)  # [H, 2n, dk]: keys, then queries
@@ -124,7 +103,9 @@ def _unit(q: Tensor, k: Tensor, heads: int) -> Tensor:
     both = torch.cat([k.transpose(0, 1), q.transpose(0, 1)], 1).float()  # [Hk, 2n, dk]
     both *= torch.rsqrt(torch.linalg.vecdot(both, both)[..., None] + 1e-6)
     both[:, len(k) :] *= q.shape[-1] ** -0.5
-    return both if len(both) == heads else both.repeat_interleave(heads // len(both), 0)
+    if len(both) == heads:
+        return both
+    return both[:, None].expand(-1, heads // len(both), -1, -1).reshape(heads, *both.shape[1:])
 
 
 def _decay_between(g: Tensor) -> Tensor:

@@ -1,17 +1,21 @@
 """Matrix products. One row is special on CPUs: it is a matter of reading the weights once, as fast as memory gives."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+onednn: Any = torch.backends.mkldnn
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, in] · weightᵀ [in, out] + bias."""
-    if x.dtype == torch.bfloat16 and len(x) == 1 and x.device.type == "cpu" and torch.backends.mkldnn.enabled:
+    if x.dtype == torch.bfloat16 and len(x) == 1 and x.device.type == "cpu" and onednn.enabled:
         # torch's own bfloat16 matrix-vector product reads at twice the rate of the library it would hand this to.
-        torch.backends.mkldnn.enabled = False
+        onednn.enabled = False
         try:
             return F.linear(x, weight, bias)
         finally:
-            torch.backends.mkldnn.enabled = True
+            onednn.enabled = True
     return F.linear(x, weight, bias)

@@ -109,7 +109,9 @@ def open_slots(op: str, rows: Rows, stored: Slots | None, explicit: torch.Tensor
     for row, _, _ in rows:
         if not rows.history[row]:
             stored.data[stored.write[row]].zero_()
-    return replace(stored, read=tuple(r if h else w for r, w, h in zip(stored.read, stored.write, rows.history, strict=True)))
+    return replace(
+        stored, read=tuple(r if h else w for r, w, h in zip(stored.read, stored.write, rows.history, strict=True))
+    )
 
 
 def close_slots(out: torch.Tensor, slots: Slots, explicit: torch.Tensor | None) -> Carried:

@@ -1,12 +1,12 @@
 """State: what one sequence remembers, across all layers.
 
 A state is a length, for each page group the run of pages that hold what its reach asks for, and at most one slot.
-It owns references, not memory. It changes only when a step finishes (step.py), so a forward that fails leaves it as
-it was.
+It owns references, not memory. It changes only when a step finishes (reservation.py), so a forward that fails leaves
+it as it was — unless it wrote the slot in place: then the state is broken, and can only be released.
 
 Invariants (`check()` asserts them):
-- A run's pages are consecutive, and cover [length − reach, length) — [0, length) where the reach is all.
-- The last page's fill mark is at least length within it.
+- A run is the pages from that of the earliest token within reach to that of the last token.
+- All pages of a run but the last are full; the last one's fill mark is at least what the state has in it.
 - There is a slot exactly when the model has slot kinds and the length is above 0.
 """
 
@@ -42,7 +42,7 @@ class State:
             raise PoolFull(f"{pool.max_running} sequences are running already; wait for one or raise max_running")
         self.pool = pool
         self.length = 0
-        self.runs: dict[int, Run] = {index: EMPTY for index in pool.page_stores}
+        self.runs = dict.fromkeys(pool.page_stores, EMPTY)
         self.slot: int | None = None
         self.condition = "ready"  # or: in a step, broken, released
         pool.register(self)
@@ -81,15 +81,16 @@ class State:
         self.pool.running -= 1
 
     def check(self) -> None:
+        if self.condition == "released":
+            return
         page_tokens = self.pool.layout.page_tokens
         for index, run in self.runs.items():
             store = self.pool.stores[index]
-            reach = self.length if store.unit.reach is None else min(store.unit.reach, self.length)
-            assert run.first == (self.length - reach) // page_tokens or not len(run.ids)
-            assert run.end * page_tokens >= self.length if reach else True, "a token within reach has no page"
-            assert len(set(run.ids.tolist())) == len(run.ids)
-            if len(run.ids):
-                assert store.fill[run.ids[-1]] >= self.length - (run.end - 1) * page_tokens
-                assert run.end == -(-self.length // page_tokens), "a page past the end is kept"
-                assert (store.fill[run.ids[:-1]] == page_tokens).all()
+            earliest = store.unit.earliest(self.length)
+            assert run.first == earliest // page_tokens, "a page out of reach is kept, or one within reach missing"
+            assert run.end == -(-self.length // page_tokens), "a page past the end is kept, or the last one missing"
+            assert len(set(run.ids.tolist())) == len(run.ids), "a page is twice in a run"
+            assert (store.fill[run.ids[:-1]] == page_tokens).all(), "a page before the last is not full"
+            inside = self.length - (run.end - 1) * page_tokens
+            assert (store.fill[run.ids[-1:]] >= inside).all(), "a token is past the fill mark"
         assert (self.slot is not None) == (self.pool.slot_store is not None and self.length > 0)

@@ -1,7 +1,7 @@
 """The memory of all state on one device: one arena, cut into slabs, lent out as pages and slots.
 
 Invariants (`check()` asserts them):
-- refs(entry) is the number of live holders (states, and later snapshots) that list it; scratch entries have one more.
+- refs(entry) is the number of live holders (states, open reservations) that list it; scratch entries have one more.
 - A slab is free or belongs to exactly one unit; a unit owns a slab exactly while one of its entries there is used.
 - free + used == all, in slabs and in bytes.
 - A page's fill mark is at least what any holder has in it.
@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from bough.errors import PoolFull
+from bough.state.capacity import slabs
 from bough.state.layout import Layout, Unit
 
 Ids = NDArray[np.int64]
@@ -40,9 +41,10 @@ class Store:
         self.fill = np.zeros(self.capacity, np.int32)
         self.data = arena.view(-1, unit.stride)  # [capacity, stride] uint8: one row is one page or slot
         self.parts = {key: self._view(arena, key) for key in unit.fields}
+        self.used = 0  # entries
+        self.slabs = 0  # those this unit owns
+        self._unused: dict[int, list[int]] = {}  # by slab that is partly used: its other entries
         self._free_slabs = free_slabs  # shared by all stores
-        self._free: dict[int, list[int]] = {}  # the slabs this unit owns → their unused entries
-        self.used = 0
         self.scratch = int(self.take(1)[0])
 
     def _view(self, arena: torch.Tensor, key: tuple[int, str]) -> torch.Tensor:
@@ -56,30 +58,26 @@ class Store:
             (self.capacity, *field.shape), (self.unit.stride // item, *inner), field.offset // item
         )
 
-    @property
-    def unused(self) -> int:
-        """Entries that can be taken without another slab."""
-        return len(self._free) * self.unit.per_slab - self.used
-
     def slabs_for(self, count: int) -> int:
         """How many more slabs it takes to lend `count` entries."""
-        return max(0, -(-(count - self.unused) // self.unit.per_slab))
+        unused = self.slabs * self.unit.per_slab - self.used
+        return max(0, -(-(count - unused) // self.unit.per_slab))
 
     def take(self, count: int) -> Ids:
         """Lend `count` entries, each with one reference. The caller has made sure that they fit."""
         taken: list[int] = []
-        for free in self._free.values():  # slabs already owned first, so that as few as possible are held
-            keep = max(0, len(free) - (count - len(taken)))
-            taken += reversed(free[keep:])
-            del free[keep:]
-            if len(taken) == count:
-                break
         while len(taken) < count:
-            slab = self._free_slabs.pop()
-            first = slab * self.unit.per_slab
-            lend = min(count - len(taken), self.unit.per_slab)
-            taken += range(first, first + lend)
-            self._free[slab] = list(range(first + self.unit.per_slab - 1, first + lend - 1, -1))
+            if not self._unused:
+                slab = self._free_slabs.pop()
+                first = slab * self.unit.per_slab
+                self._unused[slab] = list(range(first + self.unit.per_slab - 1, first - 1, -1))
+                self.slabs += 1
+            slab, unused = next(iter(self._unused.items()))
+            keep = max(0, len(unused) - (count - len(taken)))
+            taken += reversed(unused[keep:])
+            del unused[keep:]
+            if not unused:
+                del self._unused[slab]
         ids = np.array(taken, np.int64)
         self.refs[ids] = 1
         self.fill[ids] = 0
@@ -87,37 +85,42 @@ class Store:
         return ids
 
     def share(self, ids: Ids) -> None:
+        """Add one reference to each."""
         self.refs[ids] += 1
 
     def release(self, ids: Ids) -> None:
         """Drop one reference to each; entries nobody refers to go back, and so do slabs that are empty."""
-        self.refs[ids] -= 1
-        gone = ids[self.refs[ids] == 0]
+        left = self.refs[ids] - 1
+        assert (left >= 0).all(), "an entry is released more often than it was lent"
+        self.refs[ids] = left
+        gone = ids[left == 0]
         self.used -= len(gone)
         for entry in gone.tolist():
             slab = entry // self.unit.per_slab
-            free = self._free[slab]
-            free.append(entry)
-            if len(free) == self.unit.per_slab:
-                del self._free[slab]
+            unused = self._unused.setdefault(slab, [])
+            unused.append(entry)
+            if len(unused) == self.unit.per_slab:
+                del self._unused[slab]
                 self._free_slabs.append(slab)
+                self.slabs -= 1
 
     def copy(self, source: Ids, target: Ids) -> None:
         """Copy whole entries, all layers at once."""
         for a, b in zip(source.tolist(), target.tolist(), strict=True):
             self.data[b].copy_(self.data[a])
 
-    def check(self, expected: NDArray[np.int32]) -> set[int]:
-        """Assert the invariants given the references holders have; returns the slabs this unit owns."""
-        expected[self.scratch] += 1
-        wrong = np.flatnonzero(expected != self.refs)
-        assert not len(wrong), f"{self.unit.name} {wrong[:8]}: refs {self.refs[wrong[:8]]}, held {expected[wrong[:8]]}"
-        assert self.used == int(np.count_nonzero(self.refs))
-        free = sorted(entry for entries in self._free.values() for entry in entries)
-        owned = sorted(s * self.unit.per_slab + i for s in self._free for i in range(self.unit.per_slab))
-        assert sorted([*free, *np.flatnonzero(self.refs).tolist()]) == owned, f"{self.unit.name}: an entry is lost"
-        assert all(len(entries) < self.unit.per_slab for entries in self._free.values()), "an empty slab is kept"
-        return set(self._free)
+    def check(self, held: NDArray[np.int32]) -> set[int]:
+        """Assert the invariants, given how many holders list each entry; returns the slabs this unit owns."""
+        held[self.scratch] += 1
+        wrong = np.flatnonzero(held != self.refs)[:8]
+        assert not len(wrong), f"{self.unit.name} {wrong}: refs {self.refs[wrong]}, held {held[wrong]}"
+        used = np.flatnonzero(self.refs)
+        slabs = set((used // self.unit.per_slab).tolist())
+        assert (self.used, self.slabs) == (len(used), len(slabs)), f"{self.unit.name}: miscounted"
+        owned = {s * self.unit.per_slab + i for s in slabs for i in range(self.unit.per_slab)}
+        unused = [entry for entries in self._unused.values() for entry in entries]
+        assert sorted(unused) == sorted(owned.difference(used.tolist())), f"{self.unit.name}: an entry is lost"
+        return slabs
 
 
 class Pool:
@@ -131,8 +134,8 @@ class Pool:
         self.max_running = max_running
         self.slabs = nbytes // layout.slab_bytes
         self.nbytes = self.slabs * layout.slab_bytes
-        least = 2 * len(layout.units) * layout.slab_bytes  # a scratch slab and one to work with, each
-        if nbytes < least:
+        least = slabs(layout, sequences=1, tokens=1, step_tokens=1) * layout.slab_bytes
+        if self.nbytes < least:
             raise PoolFull(
                 f"{nbytes:,} bytes are too few for this model's state; it takes {least:,} at the least"
                 " (CacheConfig.device_bytes, or --cache-bytes)"
@@ -152,12 +155,12 @@ class Pool:
 
     def take(self, counts: Sequence[int]) -> list[Ids]:
         """Lend so many entries of each unit, or none at all: raises PoolFull and changes nothing."""
-        slabs = sum(store.slabs_for(count) for store, count in zip(self.stores, counts, strict=True))
-        if slabs > len(self._free_slabs):
+        needed = sum(store.slabs_for(count) for store, count in zip(self.stores, counts, strict=True))
+        if needed > len(self._free_slabs):
             wanted = ", ".join(f"{n} {s.unit.name}" for n, s in zip(counts, self.stores, strict=True) if n)
             raise PoolFull(
-                f"{wanted} do not fit: {self.free_bytes:,} of {self.nbytes:,} bytes are free;"
-                " release sequences or give the cache more memory"
+                f"{wanted} take {needed} more slabs of {self.layout.slab_bytes:,} bytes, and {len(self._free_slabs)} of"
+                f" {self.slabs} are free; release sequences or give the cache more memory"
             )
         return [store.take(count) for store, count in zip(self.stores, counts, strict=True)]
 
@@ -179,12 +182,9 @@ class Pool:
 
     def check(self) -> None:
         """Assert every invariant of the pool against its holders. For tests and for an idle engine."""
-        expected = [np.zeros(store.capacity, np.int32) for store in self.stores]
+        held = [np.zeros(store.capacity, np.int32) for store in self.stores]
         for holder in self._holders:
             for index, ids in holder.references():
-                np.add.at(expected[index], ids, 1)
-        owned = [store.check(refs) for store, refs in zip(self.stores, expected, strict=True)]
-        every = sorted([*self._free_slabs, *(slab for slabs in owned for slab in slabs)])
-        assert every == list(range(self.slabs)), "a slab is lost or owned twice"
-        inside = sum(s.used * s.unit.stride + s.unused * s.unit.stride for s in self.stores)
-        assert inside + len(self._free_slabs) * self.layout.slab_bytes == self.nbytes
+                np.add.at(held[index], ids, 1)
+        owned = [slab for store, refs in zip(self.stores, held, strict=True) for slab in store.check(refs)]
+        assert sorted([*self._free_slabs, *owned]) == list(range(self.slabs)), "a slab is lost or owned twice"

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from bough.errors import StateError
 from bough.ops.attention import Mask
@@ -27,9 +29,12 @@ Batch = Sequence[tuple[State, Sequence[int]]]
 @contextmanager
 def forward(pool: Pool, batch: Batch, masks: tuple[Mask | None, ...] | None = None) -> Iterator[Step]:
     """The step that feeds each state its tokens. States move on when the body ends, and stay when it raises."""
+    tokens = torch.tensor([token for _, tokens in batch for token in tokens], dtype=torch.int64, device=pool.device)
+    if masks is not None and len(masks) != len(batch):
+        raise ValueError(f"{len(masks)} masks for {len(batch)} rows; give each row one, or None")
     reservation = Reservation(pool, batch)
     try:
-        yield reservation.step([token for _, tokens in batch for token in tokens], masks)
+        yield reservation.step(tokens, masks)
     except BaseException:
         reservation.abort()
         raise
@@ -54,17 +59,20 @@ class _Append:
     def takes(self) -> int:
         return self.new_pages + self.copies_tail
 
+    @property
+    def taken(self) -> Ids:
+        return self.run.ids[len(self.run.ids) - self.takes :]
+
     def apply(self, ids: Ids, page_tokens: int) -> None:
         """Use the entries taken: copy a shared tail, append the new pages, and set the fill marks."""
         kept = self.old.ids
-        first = self.old.first if len(kept) else self.state.length // page_tokens
         if self.copies_tail:
             self.store.copy(kept[-1:], ids[:1])
             kept = kept[:-1]
         elif len(kept):
             self.old_fill = int(self.store.fill[kept[-1]])
-        self.run = Run(first, np.concatenate([kept, ids]))
-        written = self.run.ids[self.state.length // page_tokens - first :]
+        self.run = Run(self.old.first, np.concatenate([kept, ids]))
+        written = self.run.ids[self.state.length // page_tokens - self.run.first :]
         self.store.fill[written] = page_tokens
         self.store.fill[written[-1]] = self.end - (self.run.end - 1) * page_tokens
 
@@ -72,15 +80,14 @@ class _Append:
         """Give the state its new run, less the pages that lie wholly before its reach."""
         if self.copies_tail:
             self.store.release(self.old.ids[-1:])
-        run, reach = self.run, self.store.unit.reach
-        if reach is not None:
-            out = min(max(0, (self.end - reach) // page_tokens - run.first), len(run.ids))
-            self.store.release(run.ids[:out])
-            run = Run(run.first + out, run.ids[out:])
-        self.state.runs[self.unit] = run
+        first = self.store.unit.earliest(self.end) // page_tokens
+        passed = first - self.run.first
+        if passed:
+            self.store.release(self.run.ids[:passed])
+        self.state.runs[self.unit] = Run(first, self.run.ids[passed:])
 
     def abort(self) -> None:
-        self.store.release(self.run.ids[len(self.run.ids) - self.takes :])
+        self.store.release(self.taken)
         if len(self.old.ids) and not self.copies_tail:
             self.store.fill[self.old.ids[-1]] = self.old_fill
 
@@ -106,12 +113,21 @@ class Reservation:
             needs[pool.slot_store] = len(moved)
         taken = pool.take(needs)  # the only thing here that can fail
         for append in self._appends:
-            ids, taken[append.unit] = np.split(taken[append.unit], [append.takes])
-            append.apply(ids, pool.layout.page_tokens)
+            ids = taken[append.unit]
+            append.apply(ids[: append.takes], pool.layout.page_tokens)
+            taken[append.unit] = ids[append.takes :]
         slots = taken[pool.slot_store].tolist() if pool.slot_store is not None else []
         self._new_slots: dict[State, int] = dict(zip(moved, slots, strict=True))
         for state in self.states:
             state.condition = "in a step"
+        pool.register(self)
+
+    def references(self) -> Iterator[tuple[int, Ids]]:
+        """What was taken and is no state's yet."""
+        for append in self._appends:
+            yield append.unit, append.taken
+        if self.pool.slot_store is not None:
+            yield self.pool.slot_store, np.array([*self._new_slots.values()], np.int64)
 
     @property
     def _active(self) -> Iterator[State]:
@@ -140,7 +156,7 @@ class Reservation:
             return False
         return state.slot is None or int(self.pool.stores[self.pool.slot_store].refs[state.slot]) > 1
 
-    def step(self, tokens: Sequence[int], masks: tuple[Mask | None, ...] | None = None) -> Step:
+    def step(self, tokens: Tensor, masks: tuple[Mask | None, ...] | None = None) -> Step:
         runs = {unit: [state.runs[unit] for state in self.states] for unit in self.pool.page_stores}
         row_of = {state: row for row, state in enumerate(self.states)}
         for append in self._appends:
@@ -155,6 +171,7 @@ class Reservation:
 
     def finish(self) -> None:
         """The forward is done: every state is at its new length, and what fell out of reach is given back."""
+        self.pool.unregister(self)
         for append in self._appends:
             append.finish(self.pool.layout.page_tokens)
         for state, slot in self._new_slots.items():
@@ -167,6 +184,7 @@ class Reservation:
 
     def abort(self) -> None:
         """The forward did not happen: give everything back. A slot written in place cannot be put back."""
+        self.pool.unregister(self)
         for append in self._appends:
             append.abort()
         for slot in self._new_slots.values():

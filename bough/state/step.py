@@ -65,7 +65,7 @@ class Step:
     def of(
         pool: Pool,
         rows: Rows,
-        tokens: Sequence[int],
+        tokens: torch.Tensor,
         runs: dict[int, list[Run]],
         read: tuple[int, ...],
         write: tuple[int, ...],
@@ -81,7 +81,7 @@ class Step:
         return Step(
             pool,
             rows,
-            torch.tensor(tokens, dtype=torch.int64, device=pool.device),
+            tokens,
             torch.from_numpy(positions).to(pool.device),
             tables,
             read,
@@ -94,15 +94,14 @@ class Step:
         """A step of this shape over made-up tokens that reads and writes scratch alone."""
         rows = Rows(tuple(counts), tuple(history))
         size = pool.layout.page_tokens
-        runs = {}
-        for unit in pool.page_stores:
-            reach, scratch = pool.stores[unit].unit.reach, pool.stores[unit].scratch
-            runs[unit] = []
+        runs: dict[int, list[Run]] = {unit: [] for unit in pool.page_stores}
+        for unit, made_up in runs.items():
+            store = pool.stores[unit]
             for h, n in zip(history, counts, strict=True):
-                first = 0 if reach is None else max(0, h - reach) // size
-                runs[unit].append(Run(first, np.full(-(-(h + n) // size) - first, scratch, np.int64)))
+                first = store.unit.earliest(h) // size
+                made_up.append(Run(first, np.full(-(-(h + n) // size) - first, store.scratch, np.int64)))
         slots = () if pool.slot_store is None else (pool.stores[pool.slot_store].scratch,) * len(counts)
-        return Step.of(pool, rows, [0] * rows.total, runs, slots, slots)
+        return Step.of(pool, rows, torch.zeros(rows.total, dtype=torch.int64, device=pool.device), runs, slots, slots)
 
     def pages(self, layer: int) -> Pages:
         """The K and V pages of a layer, as this step's rows use them."""

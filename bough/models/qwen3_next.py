@@ -1,0 +1,227 @@
+"""Qwen3-Next: gated-delta layers with gated full attention between them, and experts.
+
+Qwen3.5 has the same layers over weights laid out in another way, and no experts: it is a subclass (qwen3_5.py).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bough import ops
+from bough.models.blocks import Attention, GatedMLP, Linear, Rope, Rotation, ScaledRMSNorm, activation
+from bough.models.config import ModelConfig
+from bough.models.model import Model
+from bough.models.weights import Weights
+from bough.state.kinds import Recurrent
+from bough.state.step import Step
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+class GatedDelta:
+    """A short convolution over q, k and v, the gated delta rule, a norm gated by z, and the projection out.
+
+    All projections of the input are one product, in the order of `sizes`.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, prefix: str, layer: int, inputs: Linear) -> None:
+        self.layer, self.inputs, self.eps = layer, inputs, config.rms_norm_eps
+        self.k_heads, self.k_dim = config.linear_num_key_heads, config.linear_key_head_dim
+        self.v_heads, self.v_dim = config.linear_num_value_heads, config.linear_value_head_dim
+        self.sizes = self.sizes_of(config)
+        channels, kernel = self.sizes[0], config.linear_conv_kernel_dim
+        self.kind = Recurrent(channels, kernel, self.v_heads, self.k_dim, self.v_dim)
+        taps = weights.tensor(f"{prefix}.conv1d.weight", (channels, 1, kernel))
+        self.taps = taps[:, 0].T.float().contiguous().T  # [C, K], as the convolution likes to read it
+        self.activation = activation(config.hidden_act)
+        self.rate = -torch.exp(weights.tensor(f"{prefix}.A_log", (self.v_heads,)).float())
+        self.dt_bias = weights.tensor(f"{prefix}.dt_bias", (self.v_heads,)).float()
+        self.norm = weights.tensor(f"{prefix}.norm.weight", (self.v_dim,))
+        self.out = weights.linear(f"{prefix}.out_proj", config.hidden_size, self.v_heads * self.v_dim)
+
+    @staticmethod
+    def sizes_of(config: ModelConfig) -> list[int]:
+        """The widths of [q, k and v | z | b | a]."""
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = config.linear_num_value_heads * config.linear_value_head_dim
+        return [2 * keys + values, values, config.linear_num_value_heads, config.linear_num_value_heads]
+
+    def __call__(self, x: Tensor, step: Step, rotation: Rotation) -> Tensor:
+        qkv, z, b, a = self.inputs(x).split(self.sizes, -1)
+        tails, states = step.slots(self.layer, "conv"), step.slots(self.layer, "delta")
+        qkv = ops.causal_conv(qkv, self.taps, step.rows, stored=tails, activation=self.activation).out
+        keys = self.k_heads * self.k_dim
+        q = qkv[:, :keys].view(-1, self.k_heads, self.k_dim)
+        k = qkv[:, keys : 2 * keys].view(-1, self.k_heads, self.k_dim)
+        v = qkv[:, 2 * keys :].view(-1, self.v_heads, self.v_dim)
+        g, beta = ops.delta_gates(a, b, self.rate, self.dt_bias)
+        out = ops.gated_delta(q, k, v, g, beta, step.rows, stored=states).out
+        out = ops.rms_norm_gated(out, z.view(out.shape), self.norm, self.eps)
+        return self.out(out.flatten(1))
+
+
+class SparseMLP:
+    """Each token goes to the few experts its router scores highest, and to one shared expert."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
+        hidden, shared = config.hidden_size, config.shared_expert_intermediate_size
+        self.chosen, self.normed = config.num_experts_per_tok, config.norm_topk_prob
+        self.activation = activation(config.hidden_act)
+        names = ["shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert_gate", "gate"]
+        self.sizes = [shared, shared, 1, config.num_experts]
+        self.inputs = weights.linear([f"{prefix}.{name}" for name in names], self.sizes, hidden)
+        self.down = weights.linear(f"{prefix}.shared_expert.down_proj", hidden, shared)
+        self.expert_gate_up, self.expert_down = stacked_experts(config, weights, f"{prefix}.experts")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up, shared_gate, scores = self.inputs(x).split(self.sizes, -1)
+        out = torch.sigmoid(shared_gate) * self.down(self.activation(gate) * up)
+        share, expert = torch.softmax(scores, -1, dtype=torch.float32).topk(self.chosen)  # [T, chosen]
+        if self.normed:
+            share = share / share.sum(-1, keepdim=True)
+        return out + self._experts(x, share.to(x.dtype), expert)
+
+    def _experts(self, x: Tensor, share: Tensor, expert: Tensor) -> Tensor:
+        """The sum of what each token's experts say, by its share in each. Experts that no token chose are not read."""
+        expert, order = expert.flatten().sort(stable=True)
+        tokens, share = order // self.chosen, share.flatten()[order, None]
+        hit, counts = torch.unique_consecutive(expert, return_counts=True)
+        out, start = torch.zeros_like(x), 0
+        for index, count in zip(hit.tolist(), counts.tolist(), strict=True):
+            some = slice(start, start + count)
+            gate, up = ops.linear(x[tokens[some]], self.expert_gate_up[index]).chunk(2, -1)
+            said = ops.linear(self.activation(gate) * up, self.expert_down[index])
+            out.index_add_(0, tokens[some], said * share[some])
+            start += count
+        return out
+
+
+def stacked_experts(config: ModelConfig, weights: Weights, prefix: str) -> tuple[Tensor, Tensor]:
+    """gate and up [E, 2I, hidden] and down [E, hidden, I], which files have expert by expert or stacked already."""
+    count, width, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
+    if f"{prefix}.gate_up_proj" in weights:
+        return (
+            weights.tensor(f"{prefix}.gate_up_proj", (count, 2 * width, hidden)),
+            weights.tensor(f"{prefix}.down_proj", (count, hidden, width)),
+        )
+    gate_up = torch.empty(count, 2 * width, hidden, dtype=weights.dtype, device=weights.device)
+    down = torch.empty(count, hidden, width, dtype=weights.dtype, device=weights.device)
+    for index in range(count):
+        gate, up = gate_up[index].chunk(2)
+        for name, target in (("gate_proj", gate), ("up_proj", up), ("down_proj", down[index])):
+            found = weights.tensor(f"{prefix}.{index}.{name}.weight", target.shape)
+            if not found.is_meta:  # else it is missing, which the weights report when all is read
+                target.copy_(found)
+    return gate_up, down
+
+
+class Layer:
+    def __init__(
+        self,
+        mixer_norm: ScaledRMSNorm,
+        mixer: Attention | GatedDelta,
+        mlp_norm: ScaledRMSNorm,
+        mlp: GatedMLP | SparseMLP,
+    ) -> None:
+        self.mixer_norm, self.mixer, self.mlp_norm, self.mlp = mixer_norm, mixer, mlp_norm, mlp
+
+    def __call__(self, x: Tensor, step: Step, rotation: Rotation) -> Tensor:
+        x = x + self.mixer(self.mixer_norm(x), step, rotation)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Qwen3Next(Model):
+    kept = r"mtp\."
+    defaults: Mapping[str, Any] = {
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        super().__init__(config, weights)
+        self.layers = [self._layer(weights, index, each) for index, each in enumerate(layer_types(config))]
+        self.norm = self._norm(weights, "model.norm", self.hidden_size)
+        self.rope = Rope(config.head_size, config.rope(), self.context, weights)
+        self.kinds = [layer.mixer.kind for layer in self.layers]
+
+    def __call__(self, step: Step) -> Tensor:
+        x, rotation = self.embed(step.tokens), self.rope(step.positions)
+        for layer in self.layers:
+            x = layer(x, step, rotation)
+        return self.norm(x)
+
+    def _norm(self, weights: Weights, name: str, size: int) -> ScaledRMSNorm:
+        return ScaledRMSNorm(weights.tensor(f"{name}.weight", (size,)), self.config.rms_norm_eps, zero_centred=True)
+
+    def _layer(self, weights: Weights, index: int, layer_type: str) -> Layer:
+        prefix = f"model.layers.{index}"
+        mixer: Attention | GatedDelta
+        if layer_type == FULL:
+            mixer = self._attention(weights, f"{prefix}.self_attn", index)
+        else:
+            inputs = self._delta_inputs(weights, f"{prefix}.linear_attn")
+            mixer = GatedDelta(self.config, weights, f"{prefix}.linear_attn", index, inputs)
+        return Layer(
+            self._norm(weights, f"{prefix}.input_layernorm", self.hidden_size),
+            mixer,
+            self._norm(weights, f"{prefix}.post_attention_layernorm", self.hidden_size),
+            self._mlp(weights, f"{prefix}.mlp", index),
+        )
+
+    def _attention(self, weights: Weights, prefix: str, index: int) -> Attention:
+        config = self.config
+        return Attention(
+            weights,
+            prefix,
+            index,
+            hidden=self.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_size,
+            q_norm=self._norm(weights, f"{prefix}.q_norm", config.head_size),
+            k_norm=self._norm(weights, f"{prefix}.k_norm", config.head_size),
+            gated=True,
+            bias=config.attention_bias,
+            out_bias=config.attention_bias,
+        )
+
+    def _delta_inputs(self, weights: Weights, prefix: str) -> Linear:
+        """Files have the rows of in_proj_qkvz and in_proj_ba k head by k head; here they are put in order."""
+        qkv, *rest = GatedDelta.sizes_of(self.config)
+        names = [f"{prefix}.in_proj_qkvz", f"{prefix}.in_proj_ba"]
+        inputs = weights.linear(names, [qkv + rest[0], rest[1] + rest[2]], self.hidden_size)
+        return Linear(inputs.weight[_order(self.config)])
+
+    def _mlp(self, weights: Weights, prefix: str, index: int) -> GatedMLP | SparseMLP:
+        config = self.config
+        if index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0:
+            return SparseMLP(config, weights, prefix)
+        return GatedMLP(weights, prefix, self.hidden_size, config.intermediate_size, activation(config.hidden_act))
+
+
+def layer_types(config: ModelConfig) -> list[str]:
+    interval = config.full_attention_interval
+    return config.types_of_layers((LINEAR, FULL), lambda index: LINEAR if (index + 1) % interval else FULL)
+
+
+def _order(config: ModelConfig) -> Tensor:
+    """Which row of [qkvz | ba] each row of [q | k | v | z | b | a] is.
+
+    For each k head, qkvz has its q, its k, and the v and the z of the v heads that it serves; ba has their b and a.
+    """
+    k_heads, k_dim = config.linear_num_key_heads, config.linear_key_head_dim
+    group = config.linear_num_value_heads // k_heads
+    values = group * config.linear_value_head_dim
+    qkvz, ba = k_heads * (2 * k_dim + 2 * values), k_heads * 2 * group
+    heads = torch.arange(qkvz).view(k_heads, -1).split([k_dim, k_dim, values, values], 1)
+    gates = torch.arange(qkvz, qkvz + ba).view(k_heads, -1).split([group, group], 1)
+    return torch.cat([each.flatten() for each in (*heads, *gates)])
