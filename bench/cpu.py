@@ -160,10 +160,10 @@ def measure(shape: str, dtype: str, rounds: int, report: Callable[..., None]) ->
 
 def decode_of(engine: Engine, prompt: list[int], params: SamplingParams) -> float:
     """Seconds from the first token to the last."""
-    began = 0.0
-    for piece in engine.stream(prompt, params):
-        began = began or time.perf_counter()
-    assert piece.tokens
+    pieces = engine.stream(prompt, params)
+    next(pieces)
+    began = time.perf_counter()
+    assert len(list(pieces)) == DECODE
     return time.perf_counter() - began
 
 
@@ -198,7 +198,7 @@ def main() -> None:
         line = {
             "bench": "cpu", "what": what, "shape": shape, "parameters": parameters, "dtype": dtype,
             "tokens_per_second": {name: round(each, 2) for name, each in speeds.items()},
-            "ratio": {name: round(each / speeds["transformers"], 3) for name, each in speeds.items() if name != "transformers"},
+            "ratio": {name: round(speeds[name] / speeds["transformers"], 3) for name in speeds if name != "transformers"},
             "machine": machine(), "torch": torch.__version__, "transformers": transformers.__version__,
             "threads": torch.get_num_threads(), "rounds": options.rounds,
         }  # fmt: skip

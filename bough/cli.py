@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -27,9 +28,14 @@ app = typer.Typer(
     help="Run hybrid language models so that no token is computed twice that need not be.",
 )
 notes = Console(stderr=True, highlight=False)
+BUNDLED = Path(__file__).parent / "bundled"  # a small model that writes stories
+OPENING = "Once upon a time, in a small village by the sea,"
 INTERRUPTED = 130  # what a shell expects of a program stopped by Ctrl-C
 
-Model = Annotated[str, typer.Argument(help="A folder in the Hugging Face layout, or a .gguf file.", show_default=False)]
+Model = Annotated[
+    str | None,
+    typer.Argument(help="A folder in the Hugging Face layout, or a .gguf file; the model in the box if none is given."),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Context = Annotated[int | None, typer.Option(help="The most tokens of a sequence; what the model reads by default.")]
@@ -60,7 +66,7 @@ def friendly(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @friendly
 def run(
-    model: Model,
+    model: Model = None,
     prompts: Annotated[
         list[str] | None,
         typer.Argument(metavar="[PROMPT]...", help="One or several. None: read stdin, or chat if it is a terminal."),
@@ -97,7 +103,10 @@ def run(
             "stop": tuple(stop) if stop else None,
         }
         params = _params(engine.defaults, max_tokens, given)
-        if not prompts and not sys.stdin.isatty():
+        if not prompts and model is None:
+            prompts, stats = [OPENING], True
+            sys.stdout.write(OPENING)
+        elif not prompts and not sys.stdin.isatty():
             prompts = [sys.stdin.read()]
         chats = not raw and engine.tokenizer is not None and engine.tokenizer.template is not None
         if system is not None and not chats:
@@ -111,7 +120,7 @@ def run(
 @app.command(epilog="Example: [bold]bough show ./model --context 32768[/bold]")
 @friendly
 def show(
-    model: Model,
+    model: Model = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     context: Context = None,
@@ -155,10 +164,10 @@ def _params(defaults: SamplingParams, max_tokens: int, given: dict[str, Any]) ->
     return SamplingParams(max_tokens=max_tokens, **{**suggested, **asked})
 
 
-def _load(model: str, device: str, dtype: str, context: int | None, cache_bytes: str | None) -> Engine:
+def _load(model: str | None, device: str, dtype: str, context: int | None, cache_bytes: str | None) -> Engine:
     cache = CacheConfig(device_bytes=_parse_bytes(cache_bytes)) if cache_bytes else None
     with _bar("loading") as advance:
-        return Engine.load(model, device=device, dtype=dtype, cache=cache, context=context, progress=advance)
+        return Engine.load(model or BUNDLED, device=device, dtype=dtype, cache=cache, context=context, progress=advance)
 
 
 @contextmanager
@@ -181,7 +190,9 @@ def _tokens(text: str) -> list[int]:
     try:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:
-        raise RequestError(f"the model has no tokenizer, so prompts are token ids like '12 7 99', not {text!r}") from None
+        raise RequestError(
+            f"the model has no tokenizer, so prompts are token ids like '12 7 99', not {text!r}"
+        ) from None
 
 
 def _answer(engine: Engine, handles: Sequence[Handle], stats: bool) -> None:

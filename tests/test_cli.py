@@ -65,7 +65,13 @@ def test_token_prompt_without_tokenizer(llama_folder, tmp_path):
 def test_show(hybrid_folder):
     done = bough("show", hybrid_folder, "--cache-bytes", "8M")
     assert done.exit_code == 0, done.stderr
-    for fact in ("Qwen35", "3 gated delta, 1 full attention", "512 tokens, vocabulary 300", "peak of activations", "fit at once"):
+    for fact in (
+        "Qwen35",
+        "3 gated delta, 1 full attention",
+        "512 tokens, vocabulary 300",
+        "peak of activations",
+        "fit at once",
+    ):
         assert fact in done.stdout
     assert done.stderr == ""
 
@@ -101,7 +107,7 @@ def test_broken_template_is_an_error(llama_folder, tmp_path):
 
 
 def test_usage_errors_and_help():
-    assert bough("run").exit_code == 2
+    assert bough("run", "--what").exit_code == 2
     assert bough("dance").exit_code == 2
     help_text = bough("run", "--help")
     assert help_text.exit_code == 0 and "Example" in help_text.stdout
@@ -115,7 +121,19 @@ def test_reader_that_leaves_early(llama_folder):
 
 
 def test_interrupt_stops_cleanly(llama_folder):
-    command = [sys.executable, "-m", "bough", "run", str(llama_folder), "the", "--raw", "--max-tokens", "480", "--temperature", "5"]
+    command = [
+        sys.executable,
+        "-m",
+        "bough",
+        "run",
+        str(llama_folder),
+        "the",
+        "--raw",
+        "--max-tokens",
+        "480",
+        "--temperature",
+        "5",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.read(1)

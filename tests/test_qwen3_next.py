@@ -9,11 +9,11 @@ from parity import (
     check_prompt,
     check_recurrent,
     feed,
-    lengthen_memory,
     pool_for,
     random_tokens,
     randomise,
     reference_logits,
+    remember,
     save,
 )
 from safetensors.torch import load_file, save_file
@@ -78,8 +78,8 @@ EXPERTS = {
 def tiny(**options) -> Qwen3NextForCausalLM:
     torch.manual_seed(0)
     reference = Qwen3NextForCausalLM(Qwen3NextConfig(**{**SMALL, **options}))
-    randomise(reference, spread=0.2)
-    lengthen_memory(reference)
+    randomise(reference)
+    remember(reference)
     return reference.eval()
 
 
@@ -113,27 +113,27 @@ def test_shapes(options, tmp_path):
 @pytest.mark.parametrize("options", CACHED.values(), ids=CACHED)
 def test_states(options, tmp_path):
     reference = tiny(**options)
-    check_recurrent(reference, load_model(save(reference, tmp_path), dtype="float32"), tolerance=1e-5)
+    check_recurrent(reference, load_model(save(reference, tmp_path), dtype="float32"), tolerance=5e-6)
 
 
 @pytest.mark.parametrize("options", CACHED.values(), ids=CACHED)
 def test_bfloat16(options, tmp_path):
     """With every expert chosen, so that rounding cannot choose others.
 
-    Measured: logits at most MEASURED apart, where they reach 1.5; states MEASURED.
+    Measured: logits at most 0.064 apart (0.037 but for one shape), where they reach 1.4, and states 0.024.
     """
     reference = tiny(**options, num_experts_per_tok=6)
     model = load_model(save(reference, tmp_path), dtype="bfloat16")
     reference.to(torch.bfloat16)
-    check_prompt(reference, model, tolerance=0.04)
+    check_prompt(reference, model, tolerance=0.1)
     check_recurrent(reference, model, tolerance=0.04)
 
 
 @pytest.mark.parametrize("options", EXPERTS.values(), ids=EXPERTS)
 def test_bfloat16_with_experts_to_choose(options, tmp_path):
-    """Where rounding chooses another expert, a token's logits move by up to 0.14, in the reference as here.
+    """Where rounding chooses another expert, a token's logits move by up to 0.2, in the reference as here.
 
-    So it is the mean distance from float32 that is bounded. Measured: at most 0.0043 here, 0.0045 there.
+    So it is the mean distance from float32 that is bounded. Measured: at most 0.006 here, 0.011 there.
     """
     reference = tiny(**options)
     tokens = random_tokens(97, 40, seed=5)
@@ -141,8 +141,8 @@ def test_bfloat16_with_experts_to_choose(options, tmp_path):
     model = load_model(save(reference, tmp_path), dtype="bfloat16")
     ours = feed(model, pool := pool_for(model), [(State(pool), tokens)])[0].float()
     theirs = reference_logits(reference.to(torch.bfloat16), tokens)
-    assert (ours - exact).abs().mean() < 0.008
-    assert (theirs - exact).abs().mean() < 0.008
+    assert (ours - exact).abs().mean() < 0.015
+    assert (theirs - exact).abs().mean() < 0.015
 
 
 def test_experts_that_no_token_chose_are_not_read(tmp_path):

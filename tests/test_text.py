@@ -4,7 +4,6 @@ import json
 import random
 import threading
 from functools import cache
-from itertools import product
 from pathlib import Path
 from unicodedata import normalize
 
@@ -433,9 +432,9 @@ def test_stop_strings_cut_at_the_earliest(text: str, stops: list[str], cuts: lis
 
 
 def test_a_stop_string_that_repeats_itself() -> None:
-    for stop in map("".join, product("ab", repeat=6)):
-        for text in map("".join, product("ab", repeat=9)):
-            assert StopStrings([stop]).push(text) == (cut(text, [stop]), True) or stop not in text
+    matcher = StopStrings(["aabaaac"])
+    assert [matcher.push(char) for char in "aabaaabaa"][-1] == ("", False)
+    assert matcher.push("ac") == ("", True)
 
 
 def test_an_earlier_longer_stop_may_still_win() -> None:
@@ -784,8 +783,9 @@ def test_a_reply_is_never_retokenised(name: str) -> None:
         assert rest.push(transcript.tokens[len(kept) :]) == transcript.text[len(previous.text) + len(text) :]
     boundaries = template.boundaries(transcript, messages)
     assert boundaries == sorted(set(boundaries))
-    if name in ("chatml", "llama3", "gemma"):
-        assert len(boundaries) == len(messages) + 1
+    if name in ("chatml", "llama3", "thinking"):
+        ends = {ours.decode(transcript.tokens[:end], skip_special=False) for end in boundaries}
+        assert ends > {template.render(messages[:end], add_generation_prompt=False) for end in range(1, len(messages))}
 
 
 def test_the_end_of_turn_token_is_the_one_of_the_template() -> None:

@@ -25,6 +25,7 @@ from bough.state.layout import Layout
 from bough.state.pool import Pool
 
 Prompt = str | Sequence[int]
+MAX_RUNNING = 64
 
 
 class Engine:
@@ -44,12 +45,12 @@ class Engine:
         self.context = _at_least_one("context", context) or self.model.context
         if self.context > self.model.context:
             raise OptionError(f"context {self.context} is more than the {self.model.context} tokens the model can read")
-        self.max_running = _at_least_one("max_running", max_running) or 64
         # Larger steps gain nothing on a CPU and make others wait.
         self.step_tokens = _at_least_one("step_tokens", step_tokens) or (
             512 if self.model.device.type == "cpu" else 2048
         )
-        pool = self._pool(cache or CacheConfig())
+        pool = self._pool(cache or CacheConfig(), _at_least_one("max_running", max_running))
+        self.max_running = pool.max_running
         self._runner = Runner(self.model, pool)
         self._loop = Loop(self._runner, max_running=self.max_running, step_tokens=self.step_tokens)
 
@@ -69,15 +70,22 @@ class Engine:
         loaded = load(Path(model).expanduser(), dtype=dtype, device=_device(device), progress=progress)
         return cls(loaded, cache=cache, context=context, max_running=max_running)
 
-    def _pool(self, cache: CacheConfig) -> Pool:
+    def _pool(self, cache: CacheConfig, max_running: int | None) -> Pool:
+        """The memory for state, and how many sequences may run in it, as far as neither was given."""
         kv_dtype = None if cache.dtype == "auto" else DTYPES[cache.dtype]
         layout = Layout.of(self.model.kinds, page_tokens=cache.page_tokens, dtype=self.model.dtype, kv_dtype=kv_dtype)
+
+        def needed(sequences: int, tokens: int, running: int) -> int:
+            return capacity.slabs(layout, sequences, tokens, self.step_tokens, running) * layout.slab_bytes
+
         nbytes = cache.device_bytes
         if nbytes is None:
-            most = capacity.slabs(layout, self.max_running, self.context, self.step_tokens) * layout.slab_bytes
-            least = capacity.slabs(layout, 1, self.context, self.step_tokens) * layout.slab_bytes
-            nbytes = min(most, max(_spare_bytes(self.model.device), min(least, 1 << 30)))
-        return Pool(layout, nbytes, device=self.model.device, max_running=self.max_running)
+            most = needed(max_running or MAX_RUNNING, self.context, max_running or MAX_RUNNING)
+            nbytes = min(most, max(_spare_bytes(self.model.device), min(needed(1, self.context, 1), 1 << 30)))
+        if max_running is None:  # slots for all that run are kept back, so leave room for pages
+            room, some = nbytes, min(self.context, 4096)
+            max_running = max(1, capacity.largest(MAX_RUNNING, lambda running: needed(1, some, running) <= room))
+        return Pool(layout, nbytes, device=self.model.device, max_running=max_running)
 
     @overload
     def generate(self, prompt: str, params: SamplingParams | None = None) -> Output: ...
@@ -181,7 +189,7 @@ class Engine:
 
     def _start(self, request: Request) -> Handle:
         pool = self._runner.pool
-        longest = capacity.tokens_that_fit(pool.layout, pool.slabs, self.step_tokens, self.context)
+        longest = capacity.tokens_that_fit(pool.layout, pool.slabs, self.step_tokens, self.max_running, self.context)
         if len(request.prompt) > longest:
             raise PoolFull(
                 f"the prompt has {len(request.prompt)} tokens and the memory for state holds {longest};"

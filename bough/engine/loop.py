@@ -85,7 +85,7 @@ class Loop:
         except PoolFull as error:
             self._make_room(error)
             return
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (whatever it is, its requests are told, and the others go on)
             self._fail([s for s, _ in rows], error)
             return
         start = 0

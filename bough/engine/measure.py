@@ -25,7 +25,7 @@ class Fit:
 def reserve(runner: Runner, *, step_tokens: int, context: int, max_running: int) -> Fit:
     """Run the largest steps there can be over made-up tokens, and tell what fits. No sequence is touched."""
     layout, slabs = runner.pool.layout, runner.pool.slabs
-    longest = capacity.tokens_that_fit(layout, slabs, step_tokens, context)
+    longest = capacity.tokens_that_fit(layout, slabs, step_tokens, max_running, context)
     prompt = min(step_tokens, longest)
     shapes = [([prompt], [longest - prompt]), ([1] * max_running, [0] * max_running)]
     peak = max(peak_bytes(runner, counts, history) for counts, history in shapes)

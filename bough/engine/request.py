@@ -53,7 +53,7 @@ class Output:
 
 
 class Handle:
-    """One request on its way: iterate over its pieces, wait for its result, or cancel it. Safe to use from any thread."""
+    """One request on its way: iterate over its pieces, wait for its result, or cancel it, from any thread."""
 
     def __init__(self, request: Request, *, has_text: bool) -> None:
         self.request = request

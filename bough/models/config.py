@@ -66,7 +66,10 @@ class ModelConfig(Mapping[str, Any]):
         if inner is None:
             return self
         outer = {name: self[name] for name in ("tie_word_embeddings", "dtype", "torch_dtype") if name in self}
-        return inner.over(outer)
+        text = inner.over(outer)
+        if self.get("tie_word_embeddings"):  # the head belongs to the outer model, whatever the inner config says of it
+            return ModelConfig({**text._fields, "tie_word_embeddings": True}, text.where)
+        return text
 
     def over(self, defaults: Mapping[str, Any]) -> "ModelConfig":
         """This config, with the defaults for what it leaves out. Fields that contradict each other are an error."""

@@ -26,7 +26,7 @@ class Convolution:
         hidden, bias, self.layer = config.hidden_size, config.conv_bias, layer
         self.kind = ShortConv(hidden, config.conv_L_cache)
         self.project = weights.linear(f"{prefix}.in_proj", 3 * hidden, hidden, bias)
-        self.taps = weights.tensor(f"{prefix}.conv.weight", (hidden, 1, config.conv_L_cache))[:, 0]  # [C, K]
+        self.taps = weights.taps(f"{prefix}.conv", hidden, config.conv_L_cache)
         self.bias = weights.tensor(f"{prefix}.conv.bias", (hidden,)) if bias else None
         self.out = weights.linear(f"{prefix}.out_proj", hidden, hidden, bias)
 

@@ -33,8 +33,7 @@ class GatedDelta:
         self.sizes = self.sizes_of(config)
         channels, kernel = self.sizes[0], config.linear_conv_kernel_dim
         self.kind = Recurrent(channels, kernel, self.v_heads, self.k_dim, self.v_dim)
-        taps = weights.tensor(f"{prefix}.conv1d.weight", (channels, 1, kernel))
-        self.taps = taps[:, 0].T.float().contiguous().T  # [C, K], as the convolution likes to read it
+        self.taps = weights.taps(f"{prefix}.conv1d", channels, kernel)
         self.activation = activation(config.hidden_act)
         self.rate = -torch.exp(weights.tensor(f"{prefix}.A_log", (self.v_heads,)).float())
         self.dt_bias = weights.tensor(f"{prefix}.dt_bias", (self.v_heads,)).float()
@@ -134,7 +133,7 @@ class Layer:
 
 class Qwen3Next(Model):
     kept = r"mtp\."
-    defaults: Mapping[str, Any] = {
+    defaults: Mapping[str, Any] = {  # what a config may leave out has these values
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "attention_bias": False,

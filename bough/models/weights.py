@@ -177,6 +177,10 @@ class Weights:
         biases = [self.tensor(f"{n}.bias", (o,)) for n, o in zip(names, outputs, strict=True)] if bias else []
         return Linear(_fuse(weights), _fuse(biases) if bias else None)
 
+    def taps(self, name: str, channels: int, kernel: int) -> Tensor:
+        """A depthwise convolution's weight, tap by tap [kernel, channels] in float32, as it is applied."""
+        return self.tensor(f"{name}.weight", (channels, 1, kernel))[:, 0].T.float().contiguous()
+
     def take(self, pattern: str) -> dict[str, Tensor]:
         """All tensors whose names match, as they are: for parts that another piece of the program builds."""
         names = sorted(name for name in self._unused if re.match(pattern, name))

@@ -4,8 +4,8 @@ Every op that uses state takes it stored (Pages, Slots) or as explicit tensors, 
 """
 
 from bough.ops.attention import Mask, attention, write_pages
-from bough.ops.conv import causal_conv
-from bough.ops.delta import delta_gates, gated_delta
+from bough.ops.conv import causal_conv, replay_conv
+from bough.ops.delta import delta_gates, gated_delta, replay_delta
 from bough.ops.linear import linear
 from bough.ops.norm import rms_norm, rms_norm_gated, rms_norm_scaled
 from bough.ops.ragged import Pages, Rows, Slots
@@ -22,6 +22,8 @@ __all__ = [
     "gated_delta",
     "inverse_frequencies",
     "linear",
+    "replay_conv",
+    "replay_delta",
     "rms_norm",
     "rms_norm_gated",
     "rms_norm_scaled",

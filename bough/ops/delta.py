@@ -7,7 +7,7 @@ what the tokens before it in the chunk changed, which is one triangular system. 
 and cuts need no padding: a row is worked off in chunks, and one ends at every cut.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor
 from bough.ops.ragged import Carried, Rows, Slots, close_slots, open_slots
 
 CHUNK = 32  # tokens; more means larger products, but work within a chunk that grows with its square
+ROOT_EPS = torch.tensor(1e-3)  # the root of the models' ε
 
 
 def delta_gates(a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,18 +44,30 @@ def gated_delta(
     a row without history) or `explicit` [R, Hv, dk, dv]. At a row's cuts the state is emitted too.
     """
     slots = open_slots("gated_delta", rows, stored, explicit)
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    out, scale = torch.empty_like(v, memory_format=torch.contiguous_format), q.shape[-1] ** -0.5
     for row, start, end in rows:
-        state, target = slots.data[slots.read[row]], slots.data[slots.write[row]]
+        state, target = slots.before(row), slots.data[slots.write[row]]
         emit = slots.cuts_of(row, rows)
         for first, last in _pieces(end - start, emit):
             piece = slice(start + first, start + last)
             advance = advance_token if last - first == 1 else advance_chunk
-            out[piece] = advance(q[piece], k[piece], v[piece], g[piece], beta[piece], state, target)
+            seen = advance(q[piece], k[piece], v[piece], g[piece], beta[piece], state, target)
+            torch.mul(seen, scale, out=out[piece])
             state = target
             if last in emit:
                 slots.data[emit[last]] = state
+        slots.record(row, *(each[start:end] for each in (k, v, g, beta)))
     return close_slots(out, slots, explicit)
+
+
+def replay_delta(before: Tensor, target: Tensor, inputs: Sequence[Tensor], count: int) -> None:
+    """The state after the first `count` of the recorded tokens, given the state before them."""
+    k, v, g, beta = (each[:count] for each in inputs)
+    for first, last in _pieces(count, ()):
+        piece = slice(first, last)
+        advance = advance_token if last - first == 1 else advance_chunk
+        advance(k[piece], k[piece], v[piece], g[piece], beta[piece], before, target)
+        before = target
 
 
 def _pieces(count: int, cuts: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -99,10 +112,9 @@ def advance_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, stat
 
 
 def _unit(q: Tensor, k: Tensor, heads: int) -> Tensor:
-    """Keys and queries of n tokens by v head [H, 2n, dk] in float32, of unit length, queries also divided by √dk."""
+    """Keys, then queries, of n tokens by v head [H, 2n, dk]: in float32 and of unit length, or shorter if near 0."""
     both = torch.cat([k.transpose(0, 1), q.transpose(0, 1)], 1).float()  # [Hk, 2n, dk]
-    both *= torch.rsqrt(torch.linalg.vecdot(both, both)[..., None] + 1e-6)
-    both[:, len(k) :] *= q.shape[-1] ** -0.5
+    both /= torch.hypot(torch.linalg.vector_norm(both, dim=-1, keepdim=True), ROOT_EPS)  # √(Σ x² + ε)
     if len(both) == heads:
         return both
     return both[:, None].expand(-1, heads // len(both), -1, -1).reshape(heads, *both.shape[1:])

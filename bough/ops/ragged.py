@@ -54,8 +54,8 @@ class Pages:
 
     def span(self, row: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the row's tokens [start, end) in token order: [S, H, dim]."""
-        size = self.k.shape[1]
-        base = self.first[row]
+        size, base = self.k.shape[1], self.first[row]
+        assert start >= base * size, f"token {start} is out of reach: the row's pages begin at token {base * size}"
         pages = self.table[row, start // size - base : -(-end // size) - base]
         low = start % size
         k = self.k.index_select(0, pages).flatten(0, 1)[low : low + end - start]
@@ -63,18 +63,46 @@ class Pages:
         return k, v
 
 
+@dataclass(slots=True)
+class Recording:
+    """The inputs that moved one part of a slot on, a row for each token, so that it can be done again in part."""
+
+    inputs: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return len(self.inputs[0]) if self.inputs else 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.inputs)
+
+
 @dataclass(frozen=True, slots=True)
 class Slots:
     """One layer's part of the slots, as the rows of a forward use it.
 
     A row with history reads slot `read[row]`; one without starts from zeros. Both write `write[row]`, which may be
-    the slot they read. A row's cuts go to the slots `cut[row]`.
+    the slot they read. A row's cuts go to the slots `cut[row]`, its inputs to the recording `records[row]`.
     """
 
     data: torch.Tensor  # [slots, *shape]
     read: tuple[int, ...]
     write: tuple[int, ...]
     cut: tuple[tuple[int, ...], ...] = ()
+    records: tuple[Recording | None, ...] = ()
+    fresh: frozenset[int] = frozenset()  # rows that start from zeros
+
+    def before(self, row: int) -> torch.Tensor:
+        """What the row starts from. Zeros are made in the slot that it writes, when its turn comes."""
+        if row in self.fresh:
+            return self.data[self.write[row]].zero_()
+        return self.data[self.read[row]]
+
+    def record(self, row: int, *inputs: torch.Tensor) -> None:
+        """Keep the inputs of a row, if that was asked for. They are copied: what they are part of need not be kept."""
+        if self.records and (recording := self.records[row]) is not None:
+            recording.inputs = tuple(each.clone() for each in inputs)
 
     def cuts_of(self, row: int, rows: Rows) -> dict[int, int]:
         """The slot of each of the row's cuts."""
@@ -93,7 +121,8 @@ class Carried:
 def open_slots(op: str, rows: Rows, stored: Slots | None, explicit: torch.Tensor | None) -> Slots:
     """The slots that an op works on, every row with something to read.
 
-    Those stored, zeroed for rows without history; or, for explicit state, slots of its own: one a row, then one a cut.
+    Those stored, where rows without history start from zeros; or, for explicit state, slots of its own: one a row, then
+    one a cut.
     """
     if (stored is None) == (explicit is None):
         raise ValueError(f"{op} takes stored slots or explicit state: exactly one of them")
@@ -106,12 +135,7 @@ def open_slots(op: str, rows: Rows, stored: Slots | None, explicit: torch.Tensor
     assert stored is not None
     if all(rows.history):
         return stored
-    for row, _, _ in rows:
-        if not rows.history[row]:
-            stored.data[stored.write[row]].zero_()
-    return replace(
-        stored, read=tuple(r if h else w for r, w, h in zip(stored.read, stored.write, rows.history, strict=True))
-    )
+    return replace(stored, fresh=frozenset(row for row, history in enumerate(rows.history) if not history))
 
 
 def close_slots(out: torch.Tensor, slots: Slots, explicit: torch.Tensor | None) -> Carried:

@@ -1,6 +1,7 @@
 """How much fits: the entries a sequence of some length takes, and the largest numbers for which a pool has room.
 
-Ints only. A pool is full when it runs out of slabs, so everything is counted in slabs, as the pool does.
+Ints only. A pool is full when it runs out of slabs, so everything is counted in slabs, as the pool does. Slots for all
+sequences that may run at once are counted first, since the pool keeps them back.
 """
 
 from collections.abc import Callable
@@ -10,33 +11,38 @@ from bough.state.layout import Layout
 
 def entries(layout: Layout, tokens: int, step_tokens: int) -> list[int]:
     """Entries of each unit that a sequence may hold while it grows to `tokens` in steps of up to `step_tokens`."""
-    size = layout.page_tokens
     counts = []
     for unit in layout.units:
-        count = -(-tokens // size) if unit.is_page else 1
-        if unit.is_page and unit.reach is not None:  # window and step may begin anywhere in a page
-            count = min(count, -(-(unit.reach + step_tokens - 1) // size) + 1)
-        counts.append(count)
+        if not unit.is_page:
+            counts.append(1)
+        elif unit.reach is None or unit.reach + step_tokens >= tokens:
+            counts.append(-(-tokens // layout.page_tokens))
+        else:  # window and step may begin anywhere in a page
+            counts.append(-(-(unit.reach + step_tokens - 1) // layout.page_tokens) + 1)
     return counts
 
 
-def slabs(layout: Layout, sequences: int, tokens: int, step_tokens: int) -> int:
-    """Slabs for so many sequences of `tokens` tokens, and for the scratch entries."""
-    needs = zip(layout.units, entries(layout, tokens, step_tokens), strict=True)
-    return sum(-(-(sequences * count + 1) // unit.per_slab) for unit, count in needs)
+def slabs(layout: Layout, sequences: int, tokens: int, step_tokens: int, max_running: int) -> int:
+    """Slabs for the pages of so many sequences of `tokens` tokens, the slots of all that may run, and scratch."""
+    total = 0
+    for unit, count in zip(layout.units, entries(layout, tokens, step_tokens), strict=True):
+        held = sequences * count if unit.is_page else max(max_running, sequences)
+        total += -(-(held + 1) // unit.per_slab)
+    return total
 
 
-def tokens_that_fit(layout: Layout, available: int, step_tokens: int, most: int) -> int:
+def tokens_that_fit(layout: Layout, available: int, step_tokens: int, max_running: int, most: int) -> int:
     """The length that one sequence can reach with `available` slabs, at most `most`."""
-    return _largest(most, lambda tokens: slabs(layout, 1, tokens, min(step_tokens, tokens)) <= available)
+    return largest(most, lambda n: slabs(layout, 1, n, min(step_tokens, n), max_running) <= available)
 
 
-def sequences_that_fit(layout: Layout, available: int, tokens: int, step_tokens: int, most: int) -> int:
-    """How many sequences of `tokens` tokens fit at once, at most `most`."""
-    return _largest(most, lambda count: slabs(layout, count, tokens, min(step_tokens, tokens)) <= available)
+def sequences_that_fit(layout: Layout, available: int, tokens: int, step_tokens: int, max_running: int) -> int:
+    """How many sequences of `tokens` tokens fit at once, at most `max_running`."""
+    step = min(step_tokens, tokens)
+    return largest(max_running, lambda n: slabs(layout, n, tokens, step, max_running) <= available)
 
 
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
+def largest(most: int, fits: Callable[[int], bool]) -> int:
     """The largest number in [0, most] that fits, given that all smaller ones do too."""
     low, high = 0, most
     while low < high:

@@ -5,9 +5,12 @@ tokens' entries must be present to go on at length n; None means all of them) an
 Nothing else in the system knows one kind from another.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from bough import ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,16 @@ class Part:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+Replay = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPart(Part):
+    """A part of a slot, and how recorded inputs move it on: replay(before, target, inputs, count)."""
+
+    replay: Replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +72,7 @@ class WindowKV(PageKind):
 class SlotKind:
     """A fixed-size record that stands for all tokens so far."""
 
-    def parts(self, dtype: torch.dtype) -> tuple[Part, ...]:
+    def parts(self, dtype: torch.dtype) -> tuple[SlotPart, ...]:
         raise NotImplementedError
 
 
@@ -73,10 +86,10 @@ class Recurrent(SlotKind):
     k_dim: int
     v_dim: int
 
-    def parts(self, dtype: torch.dtype) -> tuple[Part, ...]:
+    def parts(self, dtype: torch.dtype) -> tuple[SlotPart, ...]:
         return (
-            Part("conv", (self.kernel - 1, self.channels), dtype),
-            Part("delta", (self.heads, self.k_dim, self.v_dim), torch.float32),
+            SlotPart("conv", (self.kernel - 1, self.channels), dtype, ops.replay_conv),
+            SlotPart("delta", (self.heads, self.k_dim, self.v_dim), torch.float32, ops.replay_delta),
         )
 
 
@@ -87,8 +100,8 @@ class ShortConv(SlotKind):
     width: int
     kernel: int
 
-    def parts(self, dtype: torch.dtype) -> tuple[Part, ...]:
-        return (Part("conv", (self.kernel - 1, self.width), dtype),)
+    def parts(self, dtype: torch.dtype) -> tuple[SlotPart, ...]:
+        return (SlotPart("conv", (self.kernel - 1, self.width), dtype, ops.replay_conv),)
 
 
 Kind = PageKind | SlotKind

@@ -60,6 +60,10 @@ class Layout:
     page_tokens: int
     slab_bytes: int
 
+    def pages(self, start: int, end: int) -> tuple[int, int]:
+        """The numbers [first, last) of the pages that hold tokens [start, end)."""
+        return start // self.page_tokens, -(-end // self.page_tokens)
+
     @staticmethod
     def of(
         kinds: Sequence[Kind | None],

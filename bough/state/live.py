@@ -1,72 +1,143 @@
 """State: what one sequence remembers, across all layers.
 
-A state is a length, for each page group the run of pages that hold what its reach asks for, and at most one slot.
-It owns references, not memory. It changes only when a step finishes (reservation.py), so a forward that fails leaves
-it as it was — unless it wrote the slot in place: then the state is broken, and can only be released.
+A state is a length, for each page group the run of pages that hold what its reach asks for, and at most one slot; and
+points: lengths before it at which a forward was asked to save what it takes to resume there. It owns references, not
+memory. It changes only when a step finishes (reservation.py), so a forward that fails leaves it as it was — unless it
+wrote the slot in place: then the state is broken, and can only be released.
 
 Invariants (`check()` asserts them):
 - A run is the pages from that of the earliest token within reach to that of the last token.
 - All pages of a run but the last are full; the last one's fill mark is at least what the state has in it.
 - There is a slot exactly when the model has slot kinds and the length is above 0.
+- Points lie at lengths in (0, length].
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 
 from bough.errors import PoolFull, StateError
-from bough.state.pool import Ids, Pool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
-    """Consecutive pages of a sequence: `ids[j]` is its page number `first + j`."""
-
-    first: int
-    ids: Ids
-
-    @property
-    def end(self) -> int:
-        return self.first + len(self.ids)
-
-
-EMPTY = Run(0, np.empty(0, np.int64))
+from bough.state.pool import EMPTY, Ids, Pool, Run
+from bough.state.snapshot import Snapshot
+from bough.state.transaction import Transaction
 
 
 class State:
     """The state of one sequence. Made by `State(pool)`, given back by `release()`."""
 
     def __init__(self, pool: Pool) -> None:
-        if pool.running >= pool.max_running:
+        if len(pool.states) >= pool.max_running:
             raise PoolFull(f"{pool.max_running} sequences are running already; wait for one or raise max_running")
         self.pool = pool
         self.length = 0
         self.runs = dict.fromkeys(pool.page_stores, EMPTY)
         self.slot: int | None = None
-        self.condition = "ready"  # or: in a step, broken, released
+        self.points: dict[int, Snapshot] = {}  # of empty edges, by length
+        self.transaction: Transaction | None = None
+        self.condition = "ready"  # or: in a step, in a transaction, broken, released
         pool.register(self)
-        pool.running += 1
+        pool.states.add(self)
 
     def references(self) -> Iterator[tuple[int, Ids]]:
         for index, run in self.runs.items():
             yield index, run.ids
-        if self.slot is not None:
-            assert self.pool.slot_store is not None
-            yield self.pool.slot_store, np.array([self.slot], np.int64)
+        yield from self.pool.slot_reference(self.slot)
+        if self.transaction is not None:
+            yield from self.pool.slot_reference(self.transaction.target)
+
+    @property
+    def owns_slot(self) -> bool:
+        """Whether it has a slot that it can write: its own alone, or one set aside for its commit."""
+        if self.transaction is not None and self.transaction.target is not None:
+            return True
+        return self.slot is not None and self.pool.slot_refs(self.slot) == 1
 
     def expect_ready(self) -> None:
         if self.condition != "ready":
             raise StateError(f"the state is {self.condition}; only a state that is ready can be used")
 
-    def fork(self) -> "State":
-        """A second state at the same length that shares everything; nothing is copied until one of them writes."""
+    def can_resume(self, length: int) -> bool:
+        """Whether `rewind(length)` and `fork(length)` would succeed."""
         self.expect_ready()
+        return not isinstance(self._resolve((), length), str)
+
+    def fork(self, length: int | None = None) -> "State":
+        """A second state that shares everything up to `length`; nothing is copied until one of them writes."""
+        self.expect_ready()
+        length = self.length if length is None else length
+        runs, slot = self._expect_resolved((), length)
         other = State(self.pool)
-        for index, ids in self.references():
-            self.pool.stores[index].share(ids)
-        other.length, other.runs, other.slot = self.length, dict(self.runs), self.slot
+        other._become(length, runs, slot)
         return other
+
+    def rewind(self, length: int) -> None:
+        """Forget all tokens from `length` on. Raises StateError, and changes nothing, where a kind cannot."""
+        self.restore((), length)
+
+    def restore(self, path: Sequence[Snapshot], length: int) -> None:
+        """Be at `length` on the tokens of `path`, which must follow each other from within this state on.
+
+        What the state has from the start of the path on is replaced. The path may end past `length`, as long as each
+        kind can resume there. Raises StateError, and changes nothing, where one cannot or the path has a gap.
+        """
+        self.expect_ready()
+        runs, slot = self._expect_resolved(path, length)
+        own = min(length, path[0].start if path else self.length)
+        self._become(length, runs, slot)
+        for at in [at for at in self.points if at > own]:
+            self.forget(at)
+
+    def snapshot(self, start: int, end: int | None = None) -> Snapshot | None:
+        """What it takes to be at `end` (now: the length) again given the path before `start`; None if that is nothing.
+
+        Windows that have moved on and slots that were not saved are left out; so is the slot of the state itself
+        while the pool could not lend it another one.
+        """
+        self.expect_ready()
+        end = self.length if end is None else end
+        if not 0 <= start <= end <= self.length:
+            raise StateError(f"[{start}, {end}) is not a range of the {self.length} tokens the state holds")
+        if start == end:
+            return None
+        runs = {}
+        for index in self.pool.page_stores:
+            unit = self.pool.stores[index].unit
+            run = self._assemble(index, (), start if unit.reach is None else unit.earliest(end), end)
+            if run is not None:
+                runs[index] = run
+        slot = self._saved_slot(end)
+        if slot == self.slot and self.pool.spare_slots < 1:
+            slot = None
+        return Snapshot(self.pool, start, end, runs, slot)
+
+    def forget(self, length: int) -> None:
+        """Drop the point at `length`, if there is one."""
+        if length in self.points:
+            self.points.pop(length).close()
+
+    def view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """K and V [S, H, dim] of a layer in token order, to read: all tokens, or those within reach of the next one."""
+        self.expect_ready()
+        index = self.pool.layout.unit_of[layer]
+        store = self.pool.stores[index]
+        start = store.unit.earliest(self.length)
+        if start == self.length:
+            return None
+        pages = torch.from_numpy(self.runs[index].ids).to(self.pool.device)
+        low = start - self.runs[index].first * self.pool.layout.page_tokens
+        k, v = (
+            self.pool.part(layer, part).index_select(0, pages).flatten(0, 1)[low : low + self.length - start]
+            for part in ("k", "v")
+        )
+        return k, v
+
+    def begin(self) -> Transaction:
+        """Open a transaction: the next forward over this state can be kept in part, or forgotten."""
+        self.expect_ready()
+        self.transaction = Transaction(self)
+        self.condition = "in a transaction"
+        return self.transaction
 
     def release(self) -> None:
         """Give everything back. A second call does nothing."""
@@ -74,23 +145,96 @@ class State:
             return
         if self.condition == "in a step":
             raise StateError("the state is in a step; finish or abort the step first")
-        for index, ids in self.references():
-            self.pool.stores[index].release(ids)
-        self.runs, self.slot, self.condition = {}, None, "released"
+        if self.transaction is not None:
+            self.transaction.commit(0)
+        for point in self.points.values():
+            point.close()
+        self.pool.release(self.references())
+        self.runs, self.slot, self.points, self.condition = {}, None, {}, "released"
         self.pool.unregister(self)
-        self.pool.running -= 1
+        self.pool.states.remove(self)
+
+    def _become(self, length: int, runs: dict[int, Run], slot: int | None) -> None:
+        """Refer to these pages and this slot instead of the present ones."""
+        for index, run in runs.items():
+            self.pool.stores[index].share(run.ids)
+        self.pool.share(self.pool.slot_reference(slot))
+        self.pool.release(self.references())
+        self.length, self.runs, self.slot = length, runs, slot
+
+    def _expect_resolved(self, path: Sequence[Snapshot], length: int) -> tuple[dict[int, Run], int | None]:
+        found = self._resolve(path, length)
+        if isinstance(found, str):
+            raise StateError(found)
+        return found
+
+    def _resolve(self, path: Sequence[Snapshot], length: int) -> tuple[dict[int, Run], int | None] | str:
+        """The pages and the slot of `length` along the path, or why it cannot be resumed at. Changes nothing."""
+        if fault := self._path_fault(path, length):
+            return fault
+        runs = {}
+        for index in self.pool.page_stores:
+            unit = self.pool.stores[index].unit
+            run = self._assemble(index, path, unit.earliest(length), length)
+            if run is None:
+                return f"length {length} cannot be resumed at: the window before it is no longer held"
+            runs[index] = run
+        if self.pool.slot_store is None or length == 0:
+            return runs, None
+        slot = next((each.slot for each in path if each.end == length and each.slot is not None), None)
+        if slot is None and (not path or length <= path[0].start):
+            slot = self._saved_slot(length)
+        return (runs, slot) if slot is not None else f"length {length} cannot be resumed at: no slot was saved there"
+
+    def _path_fault(self, path: Sequence[Snapshot], length: int) -> str | None:
+        if length < 0:
+            return f"length {length} is below 0"
+        end = self.length
+        for each in path:
+            if each.closed:
+                return "a snapshot of the path is closed"
+            if each.start > end:
+                return f"the path has a gap: nothing covers [{end}, {each.start})"
+            end = each.end
+        return f"length {length} is past the end of what is held, {end}" if length > end else None
+
+    def _assemble(self, index: int, path: Sequence[Snapshot], start: int, length: int) -> Run | None:
+        """The pages of tokens [start, length) from all that is held, later sources before earlier ones; None: not all.
+
+        A source is good up to its end: a page that goes on past it may hold another continuation there.
+        """
+        size = self.pool.layout.page_tokens
+        first, last = self.pool.layout.pages(start, length)
+        ids = np.full(last - first, -1, np.int64)
+        own = path[0].start if path else self.length
+        sources = [(point.runs.get(index, EMPTY), at) for at, point in self.points.items() if at <= own]
+        sources += [(self.runs[index], min(own, self.length))]
+        sources += [(each.runs.get(index, EMPTY), each.end) for each in path]
+        for run, end in sources:
+            part = run.part(first, last if end >= length else end // size)
+            ids[part.first - first : part.end - first] = part.ids
+        return None if (ids < 0).any() else Run(first, ids)
+
+    def _saved_slot(self, length: int) -> int | None:
+        if length == self.length:
+            return self.slot
+        return self.points[length].slot if length in self.points else None
 
     def check(self) -> None:
         if self.condition == "released":
             return
         page_tokens = self.pool.layout.page_tokens
-        for index, run in self.runs.items():
+        for index, run in self.runs.items() if self.condition != "in a transaction" else ():
             store = self.pool.stores[index]
-            earliest = store.unit.earliest(self.length)
-            assert run.first == earliest // page_tokens, "a page out of reach is kept, or one within reach missing"
+            assert run.first == store.unit.earliest(self.length) // page_tokens, (
+                "a page out of reach is kept, or one missing"
+            )
             assert run.end == -(-self.length // page_tokens), "a page past the end is kept, or the last one missing"
             assert len(set(run.ids.tolist())) == len(run.ids), "a page is twice in a run"
             assert (store.fill[run.ids[:-1]] == page_tokens).all(), "a page before the last is not full"
             inside = self.length - (run.end - 1) * page_tokens
             assert (store.fill[run.ids[-1:]] >= inside).all(), "a token is past the fill mark"
         assert (self.slot is not None) == (self.pool.slot_store is not None and self.length > 0)
+        for at, point in self.points.items():
+            assert 0 < at <= self.length and (point.start, point.end) == (at, at)
+            point.check()

@@ -1,16 +1,18 @@
 """The memory of all state on one device: one arena, cut into slabs, lent out as pages and slots.
 
 Invariants (`check()` asserts them):
-- refs(entry) is the number of live holders (states, open reservations) that list it; scratch entries have one more.
+- refs(entry) is the number of live holders (states, snapshots, open reservations) that list it; scratch has one more.
 - A slab is free or belongs to exactly one unit; a unit owns a slab exactly while one of its entries there is used.
 - free + used == all, in slabs and in bytes.
 - A page's fill mark is at least what any holder has in it.
+- Every sequence that may run can get a slot of its own: so much is kept back from pages and from snapshots.
 Entry 0 of a unit's first slab is scratch: padded rows read and write it, and nobody looks at what it holds.
 
-Knows nothing of tokens, sequences or trees.
+Knows nothing of models or trees.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 
 from bough.errors import PoolFull
 from bough.state.capacity import slabs
-from bough.state.layout import Layout, Unit
+from bough.state.layout import Field, Layout, Unit
 
 Ids = NDArray[np.int64]
 
@@ -31,6 +33,34 @@ class Holder(Protocol):
         """Pairs of a unit's index and the entries held there."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Consecutive pages of a sequence: `ids[j]` is its page number `first + j`."""
+
+    first: int
+    ids: Ids
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.ids)
+
+    def part(self, first: int, end: int) -> "Run":
+        """Those of its pages that are numbered [first, end)."""
+        low = min(max(first, self.first), self.end)
+        high = max(low, min(end, self.end))
+        return Run(low, self.ids[low - self.first : high - self.first])
+
+
+EMPTY = Run(0, np.empty(0, np.int64))
+
+
+class Runner(Holder, Protocol):
+    """A holder that runs: it needs a slot of its own to go on."""
+
+    @property
+    def owns_slot(self) -> bool: ...
+
+
 class Store:
     """The entries of one unit: where they are, how many refer to each, how far each page is filled."""
 
@@ -40,23 +70,17 @@ class Store:
         self.refs = np.zeros(self.capacity, np.int32)
         self.fill = np.zeros(self.capacity, np.int32)
         self.data = arena.view(-1, unit.stride)  # [capacity, stride] uint8: one row is one page or slot
-        self.parts = {key: self._view(arena, key) for key in unit.fields}
+        self.parts = {key: self._part(field) for key, field in unit.fields.items()}
         self.used = 0  # entries
         self.slabs = 0  # those this unit owns
         self._unused: dict[int, list[int]] = {}  # by slab that is partly used: its other entries
         self._free_slabs = free_slabs  # shared by all stores
         self.scratch = int(self.take(1)[0])
 
-    def _view(self, arena: torch.Tensor, key: tuple[int, str]) -> torch.Tensor:
-        """One layer's part of every entry: [capacity, *shape], at the unit's stride (64-bit offsets)."""
-        field = self.unit.fields[key]
-        item = field.part.dtype.itemsize
-        inner = [1]
-        for size in reversed(field.shape[1:]):
-            inner.insert(0, inner[0] * size)
-        return arena.view(field.part.dtype).as_strided(
-            (self.capacity, *field.shape), (self.unit.stride // item, *inner), field.offset // item
-        )
+    def _part(self, field: Field) -> torch.Tensor:
+        """One layer's part of every entry: [capacity, *shape], at the unit's stride."""
+        raw = self.data[:, field.offset : field.offset + field.nbytes]
+        return raw.view(field.part.dtype).view(self.capacity, *field.shape)
 
     def slabs_for(self, count: int) -> int:
         """How many more slabs it takes to lend `count` entries."""
@@ -86,6 +110,7 @@ class Store:
 
     def share(self, ids: Ids) -> None:
         """Add one reference to each."""
+        assert self.refs[ids].all(), "an entry is shared that nobody holds"
         self.refs[ids] += 1
 
     def release(self, ids: Ids) -> None:
@@ -126,19 +151,17 @@ class Store:
 class Pool:
     """One arena of `nbytes` and the stores that share its slabs."""
 
-    def __init__(
-        self, layout: Layout, nbytes: int, *, device: torch.device | str = "cpu", max_running: int = 256
-    ) -> None:
+    def __init__(self, layout: Layout, nbytes: int, *, max_running: int, device: torch.device | str = "cpu") -> None:
         self.layout = layout
         self.device = torch.device(device)
         self.max_running = max_running
         self.slabs = nbytes // layout.slab_bytes
         self.nbytes = self.slabs * layout.slab_bytes
-        least = slabs(layout, sequences=1, tokens=1, step_tokens=1) * layout.slab_bytes
+        least = slabs(layout, 1, tokens=1, step_tokens=1, max_running=max_running) * layout.slab_bytes
         if self.nbytes < least:
             raise PoolFull(
-                f"{nbytes:,} bytes are too few for this model's state; it takes {least:,} at the least"
-                " (CacheConfig.device_bytes, or --cache-bytes)"
+                f"{nbytes:,} bytes are too few: the state of {max_running} sequences takes {least:,} at the least;"
+                " give more (CacheConfig.device_bytes, or --cache-bytes) or run fewer (max_running)"
             )
         arena = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         self._free_slabs = list(range(self.slabs - 1, -1, -1))
@@ -146,7 +169,7 @@ class Pool:
         self.page_stores = tuple(i for i, store in enumerate(self.stores) if store.unit.is_page)
         slots = [i for i, store in enumerate(self.stores) if not store.unit.is_page]
         self.slot_store = slots[0] if slots else None
-        self.running = 0  # states alive
+        self.states: set[Runner] = set()
         self._holders: set[Holder] = set()
 
     def part(self, layer: int, name: str) -> torch.Tensor:
@@ -154,8 +177,14 @@ class Pool:
         return self.stores[self.layout.unit_of[layer]].parts[layer, name]
 
     def take(self, counts: Sequence[int]) -> list[Ids]:
-        """Lend so many entries of each unit, or none at all: raises PoolFull and changes nothing."""
-        needed = sum(store.slabs_for(count) for store, count in zip(self.stores, counts, strict=True))
+        """Lend so many entries of each unit, or none at all: raises PoolFull and changes nothing.
+
+        Slots taken here are for states; they are there whatever pages and snapshots take.
+        """
+        needs = list(counts)
+        if self.slot_store is not None:
+            needs[self.slot_store] = max(needs[self.slot_store], self._owed_slots)
+        needed = sum(store.slabs_for(count) for store, count in zip(self.stores, needs, strict=True))
         if needed > len(self._free_slabs):
             wanted = ", ".join(f"{n} {s.unit.name}" for n, s in zip(counts, self.stores, strict=True) if n)
             raise PoolFull(
@@ -163,6 +192,52 @@ class Pool:
                 f" {self.slabs} are free; release sequences or give the cache more memory"
             )
         return [store.take(count) for store, count in zip(self.stores, counts, strict=True)]
+
+    @property
+    def _owed_slots(self) -> int:
+        """How many slots the sequences that may run could still ask for."""
+        return self.max_running - sum(state.owns_slot for state in self.states)
+
+    @property
+    def spare_slots(self) -> int:
+        """How many slots can be lent to whoever can do without. A reservation's own are counted as owed and as used."""
+        if self.slot_store is None:
+            return 0
+        store = self.stores[self.slot_store]
+        unused = (store.slabs + len(self._free_slabs)) * store.unit.per_slab - store.used
+        return unused - self._owed_slots
+
+    def slot_reference(self, slot: int | None) -> list[tuple[int, Ids]]:
+        """A slot as a holder lists it."""
+        if slot is None:
+            return []
+        assert self.slot_store is not None
+        return [(self.slot_store, np.array([slot], np.int64))]
+
+    def slot_refs(self, slot: int) -> int:
+        assert self.slot_store is not None
+        return int(self.stores[self.slot_store].refs[slot])
+
+    def share(self, references: Iterable[tuple[int, Ids]]) -> None:
+        for index, ids in references:
+            self.stores[index].share(ids)
+
+    def release(self, references: Iterable[tuple[int, Ids]]) -> None:
+        for index, ids in references:
+            self.stores[index].release(ids)
+
+    def trim(self, index: int, run: Run, length: int) -> Run:
+        """The pages of a run that a state of this length needs; the others are given back."""
+        store = self.stores[index]
+        _, last = self.layout.pages(0, length)
+        kept = run.part(store.unit.earliest(length) // self.layout.page_tokens, last)
+        if len(kept.ids) < len(run.ids):
+            store.release(run.ids[: kept.first - run.first])
+            store.release(run.ids[kept.end - run.first :])
+        inside = length % self.layout.page_tokens
+        if inside and store.refs[kept.ids[-1]] == 1:
+            store.fill[kept.ids[-1]] = inside  # nobody else knows what came after
+        return kept
 
     @property
     def used_bytes(self) -> int:

@@ -5,12 +5,13 @@ there, or PoolFull is raised and nothing has changed. `finish()` moves the state
 
 A shared last page is appended to in place by whoever is exactly at its fill mark — the others do not look past their
 own length — and copied first by anyone else. So sharing is token-granular whatever the page size is. A slot is
-written in place by its only holder; anyone else reads the shared one and writes another.
+written in place by its only holder; anyone else reads the shared one and writes another. A state in a transaction has
+its slot left alone and its inputs recorded.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,21 +19,30 @@ from torch import Tensor
 
 from bough.errors import StateError
 from bough.ops.attention import Mask
-from bough.ops.ragged import Rows
-from bough.state.live import EMPTY, Run, State
-from bough.state.pool import Ids, Pool, Store
+from bough.ops.ragged import Recording, Rows
+from bough.state.live import State
+from bough.state.pool import EMPTY, Ids, Pool, Run, Store
+from bough.state.snapshot import Snapshot
 from bough.state.step import Step
 
 Batch = Sequence[tuple[State, Sequence[int]]]
+Cuts = Sequence[Sequence[int]]  # for each row, the lengths at which it shall be resumable
 
 
 @contextmanager
-def forward(pool: Pool, batch: Batch, masks: tuple[Mask | None, ...] | None = None) -> Iterator[Step]:
-    """The step that feeds each state its tokens. States move on when the body ends, and stay when it raises."""
+def forward(
+    pool: Pool, batch: Batch, masks: tuple[Mask | None, ...] | None = None, cuts: Cuts | None = None
+) -> Iterator[Step]:
+    """The step that feeds each state its tokens. States move on when the body ends, and stay when it raises.
+
+    At the lengths in `cuts` a state gets a point, as far as there are slots to spare. A state in a transaction moves on
+    when that is committed.
+    """
     tokens = torch.tensor([token for _, tokens in batch for token in tokens], dtype=torch.int64, device=pool.device)
-    if masks is not None and len(masks) != len(batch):
-        raise ValueError(f"{len(masks)} masks for {len(batch)} rows; give each row one, or None")
-    reservation = Reservation(pool, batch)
+    for name, each in (("masks", masks), ("cuts", cuts)):
+        if each is not None and len(each) != len(batch):
+            raise ValueError(f"{len(each)} {name} for {len(batch)} rows; give each row its own")
+    reservation = Reservation(pool, batch, cuts)
     try:
         yield reservation.step(tokens, masks)
     except BaseException:
@@ -76,15 +86,11 @@ class _Append:
         self.store.fill[written] = page_tokens
         self.store.fill[written[-1]] = self.end - (self.run.end - 1) * page_tokens
 
-    def finish(self, page_tokens: int) -> None:
-        """Give the state its new run, less the pages that lie wholly before its reach."""
+    def finish(self) -> None:
+        """Give the state its new run, what fell out of reach included."""
         if self.copies_tail:
             self.store.release(self.old.ids[-1:])
-        first = self.store.unit.earliest(self.end) // page_tokens
-        passed = first - self.run.first
-        if passed:
-            self.store.release(self.run.ids[:passed])
-        self.state.runs[self.unit] = Run(first, self.run.ids[passed:])
+        self.state.runs[self.unit] = self.run
 
     def abort(self) -> None:
         self.store.release(self.taken)
@@ -95,17 +101,15 @@ class _Append:
 class Reservation:
     """The pages and slots that one forward over `batch` reads and writes."""
 
-    def __init__(self, pool: Pool, batch: Batch) -> None:
+    def __init__(self, pool: Pool, batch: Batch, cuts: Cuts | None = None) -> None:
         self.pool = pool
         self.states = [state for state, _ in batch]
         if len(set(self.states)) != len(self.states):
             raise StateError("a state is twice in one step; give each sequence a state of its own (fork)")
-        for state in self.states:
-            assert state.pool is pool, "a state of another pool"
-            state.expect_ready()
         self.rows = Rows(tuple(len(tokens) for _, tokens in batch), tuple(state.length for state in self.states))
+        self._expect_usable(cuts)
         self._appends = self._plan()
-        moved = [s for s in self._active if self._needs_slot(s)]
+        moved = [s for s in self._active if pool.slot_store is not None and not s.owns_slot]
         needs = [0] * len(pool.stores)
         for append in self._appends:
             needs[append.unit] += append.takes
@@ -118,6 +122,7 @@ class Reservation:
             taken[append.unit] = ids[append.takes :]
         slots = taken[pool.slot_store].tolist() if pool.slot_store is not None else []
         self._new_slots: dict[State, int] = dict(zip(moved, slots, strict=True))
+        self._points = self._take_points(cuts)
         for state in self.states:
             state.condition = "in a step"
         pool.register(self)
@@ -126,12 +131,28 @@ class Reservation:
         """What was taken and is no state's yet."""
         for append in self._appends:
             yield append.unit, append.taken
-        if self.pool.slot_store is not None:
-            yield self.pool.slot_store, np.array([*self._new_slots.values()], np.int64)
+        for slot in [*self._new_slots.values(), *(slot for points in self._points for slot in points.values())]:
+            yield from self.pool.slot_reference(slot)
 
     @property
     def _active(self) -> Iterator[State]:
         return (state for state, count in zip(self.states, self.rows.counts, strict=True) if count)
+
+    def _expect_usable(self, cuts: Cuts | None) -> None:
+        for row, state in enumerate(self.states):
+            assert state.pool is self.pool, "a state of another pool"
+            wanted = cuts[row] if cuts else ()
+            if state.transaction is None:
+                state.expect_ready()
+            else:
+                state.transaction.expect_feedable()
+                if wanted:
+                    raise StateError("a state in a transaction takes no cuts; commit first")
+            end = state.length + self.rows.counts[row]
+            if any(not state.length < cut <= end for cut in wanted):
+                raise StateError(
+                    f"cuts {list(wanted)} are not all among the lengths ({state.length}, {end}] of this step"
+                )
 
     def _plan(self) -> list[_Append]:
         page_tokens = self.pool.layout.page_tokens
@@ -151,48 +172,99 @@ class Reservation:
                 appends.append(_Append(state, store, unit, run, end, new_pages, copies))
         return appends
 
-    def _needs_slot(self, state: State) -> bool:
-        if self.pool.slot_store is None:
-            return False
-        return state.slot is None or int(self.pool.stores[self.pool.slot_store].refs[state.slot]) > 1
+    def _take_points(self, cuts: Cuts | None) -> list[dict[int, int | None]]:
+        """For each row the lengths that will be points, with the slot of each; None where none of its own is needed.
+
+        Slots for points are lent only while there are some to spare: the latest cuts come first, others are skipped.
+        """
+        points: list[dict[int, int | None]] = [{} for _ in self.states]
+        for row, wanted in enumerate(cuts or ()):
+            end = self.rows.history[row] + self.rows.counts[row]
+            for cut in sorted(set(wanted), reverse=True):
+                if self.pool.slot_store is None or cut == end:  # the end has the slot of the state itself
+                    points[row][cut] = None
+                elif self.pool.spare_slots + len(self._new_slots) > 0:  # those are owed still and taken already
+                    points[row][cut] = int(self.pool.stores[self.pool.slot_store].take(1)[0])
+        return points
 
     def step(self, tokens: Tensor, masks: tuple[Mask | None, ...] | None = None) -> Step:
         runs = {unit: [state.runs[unit] for state in self.states] for unit in self.pool.page_stores}
         row_of = {state: row for row, state in enumerate(self.states)}
         for append in self._appends:
             runs[append.unit][row_of[append.state]] = append.run
-        read: tuple[int, ...] = ()
-        write: tuple[int, ...] = ()
-        if self.pool.slot_store is not None:
-            scratch = self.pool.stores[self.pool.slot_store].scratch
-            read = tuple(scratch if state.slot is None else state.slot for state in self.states)
-            write = tuple(self._new_slots.get(state, r) for state, r in zip(self.states, read, strict=True))
-        return Step.of(self.pool, self.rows, tokens, runs, read, write, masks)
+        if self.pool.slot_store is None:
+            return Step.of(self.pool, self.rows, tokens, runs, masks=masks)
+        store = self.pool.stores[self.pool.slot_store]
+        for state in self.states:
+            if state.transaction is not None:
+                state.transaction.recordings = {key: Recording() for key in store.unit.fields}
+        inner = [sorted((c, s) for c, s in points.items() if s is not None) for points in self._points]
+        offsets = [tuple(cut - h for cut, _ in each) for each, h in zip(inner, self.rows.history, strict=True)]
+        read = tuple(store.scratch if state.slot is None else state.slot for state in self.states)
+        return Step.of(
+            self.pool,
+            replace(self.rows, cuts=tuple(offsets)),
+            tokens,
+            runs,
+            read=read,
+            write=tuple(self._target(state, r, store.scratch) for state, r in zip(self.states, read, strict=True)),
+            cut=tuple(tuple(slot for _, slot in each) for each in inner),
+            recordings=tuple(None if s.transaction is None else s.transaction.recordings for s in self.states),
+            masks=masks,
+        )
+
+    def _target(self, state: State, read: int, scratch: int) -> int:
+        """The slot that the forward writes; nobody looks at what it makes of a state in a transaction."""
+        return scratch if state.transaction is not None else self._new_slots.get(state, read)
 
     def finish(self) -> None:
         """The forward is done: every state is at its new length, and what fell out of reach is given back."""
         self.pool.unregister(self)
         for append in self._appends:
-            append.finish(self.pool.layout.page_tokens)
-        for state, slot in self._new_slots.items():
-            if state.slot is not None:
-                self._release_slot(state.slot)
-            state.slot = slot
-        for state, count in zip(self.states, self.rows.counts, strict=True):
+            append.finish()
+        for state, count, points in zip(self.states, self.rows.counts, self._points, strict=True):
+            slot = self._new_slots.get(state)
+            if state.transaction is not None:
+                state.transaction.fed, state.transaction.target = count, slot
+                state.condition = "in a transaction"
+                continue
+            if slot is not None:
+                self.pool.release(self.pool.slot_reference(state.slot))
+                state.slot = slot
             state.length += count
             state.condition = "ready"
+            self._set_points(state, points)
+            for unit, run in state.runs.items():
+                state.runs[unit] = self.pool.trim(unit, run, state.length)
+
+    def _set_points(self, state: State, points: dict[int, int | None]) -> None:
+        """Save what it takes to resume at each point, while the windows before it are still there."""
+        windows = [unit for unit in state.runs if self.pool.stores[unit].unit.reach is not None]
+        for length, slot in sorted(points.items()):
+            runs = dict.fromkeys(state.runs, EMPTY)
+            for unit in windows:
+                start = self.pool.stores[unit].unit.earliest(length)
+                runs[unit] = state.runs[unit].part(*self.pool.layout.pages(start, length))
+            shared = slot
+            if length == state.length and self.pool.slot_store is not None:
+                if self.pool.spare_slots < 1:
+                    continue  # the state will need another slot once this one is shared
+                shared = state.slot
+            state.forget(length)
+            state.points[length] = Snapshot(self.pool, length, length, runs, shared)
+            self.pool.release(self.pool.slot_reference(slot))
 
     def abort(self) -> None:
         """The forward did not happen: give everything back. A slot written in place cannot be put back."""
         self.pool.unregister(self)
         for append in self._appends:
             append.abort()
-        for slot in self._new_slots.values():
-            self._release_slot(slot)
+        for slot in [*self._new_slots.values(), *(slot for points in self._points for slot in points.values())]:
+            self.pool.release(self.pool.slot_reference(slot))
         for state, count in zip(self.states, self.rows.counts, strict=True):
-            in_place = count > 0 and state.slot is not None and state not in self._new_slots
-            state.condition = "broken" if in_place else "ready"
-
-    def _release_slot(self, slot: int) -> None:
-        assert self.pool.slot_store is not None
-        self.pool.stores[self.pool.slot_store].release(np.array([slot], np.int64))
+            if state.transaction is not None:
+                state.transaction.recordings = {}
+                state.condition = "in a transaction"
+            else:
+                in_place = count > 0 and state.slot is not None and state not in self._new_slots
+                state.condition = "broken" if in_place else "ready"

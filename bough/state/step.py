@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from bough.ops.attention import Mask
-from bough.ops.ragged import Pages, Rows, Slots
-from bough.state.live import Run
-from bough.state.pool import Pool
+from bough.ops.ragged import Pages, Recording, Rows, Slots
+from bough.state.pool import Pool, Run
 
 Ints = NDArray[np.int64]
+Recordings = tuple[dict[tuple[int, str], Recording] | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,8 @@ class Step:
     tables: dict[int, PageTable]  # by page group
     read: tuple[int, ...]  # the slot of each row; scratch where there is none
     write: tuple[int, ...]
+    cut: tuple[tuple[int, ...], ...]  # the slots of each row's cuts
+    recordings: Recordings  # where each row's inputs are kept, by layer and part; None: they are not
     masks: tuple[Mask | None, ...] | None = None  # what a row's tokens see beyond or short of causal order
 
     @staticmethod
@@ -67,8 +69,11 @@ class Step:
         rows: Rows,
         tokens: torch.Tensor,
         runs: dict[int, list[Run]],
-        read: tuple[int, ...],
-        write: tuple[int, ...],
+        *,
+        read: tuple[int, ...] = (),
+        write: tuple[int, ...] = (),
+        cut: tuple[tuple[int, ...], ...] = (),
+        recordings: Recordings = (),
         masks: tuple[Mask | None, ...] | None = None,
     ) -> "Step":
         spans = [np.arange(h, h + n, dtype=np.int64) for h, n in zip(rows.history, rows.counts, strict=True)]
@@ -86,6 +91,8 @@ class Step:
             tables,
             read,
             write,
+            cut,
+            recordings,
             masks,
         )
 
@@ -101,7 +108,8 @@ class Step:
                 first = store.unit.earliest(h) // size
                 made_up.append(Run(first, np.full(-(-(h + n) // size) - first, store.scratch, np.int64)))
         slots = () if pool.slot_store is None else (pool.stores[pool.slot_store].scratch,) * len(counts)
-        return Step.of(pool, rows, torch.zeros(rows.total, dtype=torch.int64, device=pool.device), runs, slots, slots)
+        tokens = torch.zeros(rows.total, dtype=torch.int64, device=pool.device)
+        return Step.of(pool, rows, tokens, runs, read=slots, write=slots)
 
     def pages(self, layer: int) -> Pages:
         """The K and V pages of a layer, as this step's rows use them."""
@@ -111,4 +119,5 @@ class Step:
 
     def slots(self, layer: int, part: str) -> Slots:
         """A part of a layer's slots, as this step's rows use it."""
-        return Slots(self.pool.part(layer, part), self.read, self.write)
+        records = tuple(None if each is None else each[layer, part] for each in self.recordings)
+        return Slots(self.pool.part(layer, part), self.read, self.write, self.cut, records)

@@ -1,0 +1,118 @@
+"""Snapshot: what it takes to be at length `end` again, given the path of tokens before `start`.
+
+For each page group it lists the pages of [start, end) within reach of `end`: all of them where the reach is all, the
+window before `end` (which may begin before `start`) otherwise; and, where one was saved, the slot at `end`. It is
+immutable and owns references, not memory: split and merge move references and copy nothing.
+
+Invariants (`check()` asserts them):
+- A group whose reach is all has exactly the pages that cover [start, end).
+- A window, where there is one, covers [end − reach, end). It may be missing, as may the slot: then `end` can be passed
+  through but not resumed at.
+- An edge may be empty (start == end): such a snapshot is a resume point and nothing else.
+
+A page that holds the border of two edges holds the tokens on both sides of it, since whoever wrote the right side had
+the left side before him; so two neighbours always agree on it, even as copies that came back at different times.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from bough.errors import StateError
+from bough.state.pool import Ids, Pool, Run
+
+
+class Snapshot:
+    """A frozen piece of a sequence's state. Adds a reference to all it lists; `close()` drops them."""
+
+    def __init__(self, pool: Pool, start: int, end: int, runs: dict[int, Run], slot: int | None) -> None:
+        self.pool, self.start, self.end, self.runs, self.slot = pool, start, end, runs, slot
+        self.closed = False
+        pool.share(self.references())
+        pool.register(self)
+
+    def references(self) -> Iterator[tuple[int, Ids]]:
+        for index, run in self.runs.items():
+            yield index, run.ids
+        yield from self.pool.slot_reference(self.slot)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether a state can go on at `end`: every window and the slot are there."""
+        has_slot = self.slot is not None or self.pool.slot_store is None or self.end == 0
+        return has_slot and all(index in self.runs for index in self.pool.page_stores)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the distinct pages and the slot it refers to, whoever else does."""
+        return sum(len(np.unique(ids)) * self.pool.stores[index].unit.stride for index, ids in self.references())
+
+    def split(self, at: int) -> "tuple[Snapshot | None, Snapshot | None]":
+        """Two snapshots, of [start, at) and [at, end); takes this one over. Outside the ends one of them is None.
+
+        Slot and windows go to the right; the left one shares the windows too as far as they cover its own reach.
+        """
+        self._expect_open()
+        if at <= self.start:
+            return None, self
+        if at >= self.end:
+            return self, None
+        layout, left, right = self.pool.layout, {}, {}
+        for index, run in self.runs.items():
+            unit = self.pool.stores[index].unit
+            wanted = layout.pages(unit.earliest(at) if unit.reach is not None else self.start, at)
+            mine = run.part(*wanted)
+            if (mine.first, mine.end) == wanted or unit.reach is None:
+                left[index] = mine
+            right[index] = run if unit.reach is not None else run.part(*layout.pages(at, self.end))
+        halves = Snapshot(self.pool, self.start, at, left, None), Snapshot(self.pool, at, self.end, right, self.slot)
+        self.close()
+        return halves
+
+    def close(self) -> None:
+        """Drop the references. A second call does nothing."""
+        if not self.closed:
+            self.closed = True
+            self.pool.release(self.references())
+            self.pool.unregister(self)
+
+    def _expect_open(self) -> None:
+        if self.closed:
+            raise StateError("the snapshot is closed; take another one")
+
+    def check(self) -> None:
+        if self.closed:
+            return
+        for index, run in self.runs.items():
+            store = self.pool.stores[index]
+            start = self.start if store.unit.reach is None else store.unit.earliest(self.end)
+            if store.unit.reach is None and self.start == self.end:
+                assert not len(run.ids), "an empty edge has pages"
+            else:
+                assert (run.first, run.end) == self.pool.layout.pages(start, self.end), "pages are missing or too many"
+                assert (store.fill[run.ids[:-1]] == self.pool.layout.page_tokens).all(), "a page is not full"
+        full = {index for index in self.pool.page_stores if self.pool.stores[index].unit.reach is None}
+        assert full <= self.runs.keys(), "a group whose reach is all has no pages"
+
+
+def merge(left: Snapshot | None, right: Snapshot | None) -> Snapshot | None:
+    """One snapshot of both edges; takes both over. The resume point between them goes. None if a half is missing."""
+    if left is None or right is None:
+        for half in (left, right):
+            if half is not None:
+                half.close()
+        return None
+    left._expect_open()
+    right._expect_open()
+    if left.end != right.start:
+        raise StateError(f"[{left.start}, {left.end}) and [{right.start}, {right.end}) do not follow each other")
+    pool, runs = left.pool, dict(right.runs)
+    for index, run in left.runs.items():
+        if pool.stores[index].unit.reach is None and left.start < left.end:
+            after = right.runs[index]
+            before = run.part(run.first, after.first) if len(after.ids) else run
+            runs[index] = Run(run.first, np.concatenate([before.ids, after.ids]))
+    merged = Snapshot(pool, left.start, right.end, runs, right.slot)
+    left.close()
+    right.close()
+    return merged

@@ -1,0 +1,83 @@
+"""Transaction: one forward over a state that can be kept in part, or forgotten.
+
+A decode round feeds the current token and some drafted ones. `commit(n)` keeps the first n tokens *fed*. Pages forget
+their tail. A slot is replayed: the forward leaves it as it was and records the few rows of inputs that its update
+takes, and commit applies the first n of them — one read and one write of the state whatever the length of the draft,
+and memory for n rows of inputs, not for n states. Windows are kept whole until the commit.
+
+While a transaction is open its state can be fed once, and otherwise only be released (which is commit(0)).
+"""
+
+from typing import TYPE_CHECKING
+
+from bough.errors import StateError
+from bough.ops.ragged import Recording
+from bough.state.kinds import SlotPart
+
+if TYPE_CHECKING:
+    from bough.state.live import State
+
+
+class Transaction:
+    """The open end of a state. As a context manager it commits 0 unless something else was committed."""
+
+    def __init__(self, state: "State") -> None:
+        self.state = state
+        self.fed: int | None = None  # tokens of its forward; None before it
+        self.recordings: dict[tuple[int, str], Recording] = {}  # by layer and part
+        self.target: int | None = None  # the slot that commit writes, where it cannot be the state's own
+        self.closed = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the recorded inputs."""
+        return sum(recording.nbytes for recording in self.recordings.values())
+
+    def expect_feedable(self) -> None:
+        if self.fed is not None:
+            raise StateError("the transaction has had its forward; commit it and begin another")
+
+    def commit(self, count: int) -> None:
+        """Keep the first `count` tokens fed, and close. Raises StateError, and changes nothing, if that cannot be."""
+        if self.closed:
+            raise StateError("the transaction is closed; begin another")
+        fed = self.fed or 0
+        if not 0 <= count <= fed:
+            raise StateError(f"{count} tokens cannot be kept: {fed} were fed")
+        state, pool = self.state, self.state.pool
+        slots = pool.slot_store is not None and count > 0
+        lacking = [key for key, each in self.recordings.items() if slots and each.tokens < count]
+        if lacking:
+            raise StateError(f"the inputs of {len(lacking)} layers were not recorded, layer {lacking[0][0]} first")
+        if slots:
+            self._replay(count)
+        elif self.target is not None:
+            pool.release(pool.slot_reference(self.target))
+        state.length += count
+        for index, run in state.runs.items():
+            state.runs[index] = pool.trim(index, run, state.length)
+        self.closed, state.transaction, state.condition = True, None, "ready"
+
+    def _replay(self, count: int) -> None:
+        """Move the slot on by the first `count` recorded rows: in place, or into the slot that was set aside."""
+        state, pool = self.state, self.state.pool
+        assert pool.slot_store is not None
+        store = pool.stores[pool.slot_store]
+        target = state.slot if self.target is None else self.target
+        assert target is not None
+        for key, recording in self.recordings.items():
+            part = store.parts[key]
+            before = part[state.slot] if state.slot is not None else part[target].zero_()
+            kind = store.unit.fields[key].part
+            assert isinstance(kind, SlotPart)
+            kind.replay(before, part[target], recording.inputs, count)
+        if self.target is not None:
+            pool.release(pool.slot_reference(state.slot))
+            state.slot = target
+
+    def __enter__(self) -> "Transaction":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.closed:
+            self.commit(0)
