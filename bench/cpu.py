@@ -198,7 +198,7 @@ def main() -> None:
         line = {
             "bench": "cpu", "what": what, "shape": shape, "parameters": parameters, "dtype": dtype,
             "tokens_per_second": {name: round(each, 2) for name, each in speeds.items()},
-            "ratio": {name: round(speeds[name] / speeds["transformers"], 3) for name in speeds if name != "transformers"},
+            "ratio": {name: round(each / speeds["transformers"], 3) for name, each in speeds.items()},
             "machine": machine(), "torch": torch.__version__, "transformers": transformers.__version__,
             "threads": torch.get_num_threads(), "rounds": options.rounds,
         }  # fmt: skip

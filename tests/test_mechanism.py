@@ -9,7 +9,8 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from test_pool import dump
-from test_state import DELTA, DICE, FULL, WINDOW, StateMachine, books, check, close, feed, pool_of, text, toy, used
+from test_state import DICE, StateMachine, books
+from toy import DELTA, FULL, WINDOW, check, close, feed, pool_of, text, toy, used
 
 from bough.errors import PoolFull, StateError
 from bough.state.live import State

@@ -23,7 +23,7 @@ class Linear:
     """x Wᵀ + b."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias = ops.arranged(weight), bias
 
     def __call__(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)

@@ -30,7 +30,10 @@ class Model(ABC):
         self.context: int = config.max_position_embeddings
         self.dtype, self.device = weights.dtype, weights.device
         self.embedding = weights.tensor("model.embed_tokens.weight", (self.vocab_size, self.hidden_size))
-        self.head = self._head(config.get("tie_word_embeddings", False), weights)
+        tied = self.embedding is (head := self._head(config.get("tie_word_embeddings", False), weights))
+        self.head = ops.arranged(head)
+        if tied:
+            self.embedding = self.head
         self.extra = weights.take(self.kept) if self.kept else {}
 
     def _head(self, tied: bool, weights: Weights) -> Tensor:

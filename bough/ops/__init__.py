@@ -6,7 +6,7 @@ Every op that uses state takes it stored (Pages, Slots) or as explicit tensors, 
 from bough.ops.attention import Mask, attention, write_pages
 from bough.ops.conv import causal_conv, replay_conv
 from bough.ops.delta import delta_gates, gated_delta, replay_delta
-from bough.ops.linear import linear
+from bough.ops.linear import arranged, linear
 from bough.ops.norm import rms_norm, rms_norm_gated, rms_norm_scaled
 from bough.ops.ragged import Pages, Rows, Slots
 from bough.ops.rope import inverse_frequencies, rotate, rotations
@@ -16,6 +16,7 @@ __all__ = [
     "Pages",
     "Rows",
     "Slots",
+    "arranged",
     "attention",
     "causal_conv",
     "delta_gates",

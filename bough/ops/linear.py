@@ -19,3 +19,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         finally:
             onednn.enabled = True
     return F.linear(x, weight, bias)
+
+
+def arranged(weight: Tensor) -> Tensor:
+    """The weight [out, in], laid out in memory as `linear` of one row reads it fastest.
+
+    On CPUs, float32 products with more outputs than inputs read a transposed weight at up to twice the rate; those of
+    many rows do not mind.
+    """
+    out, inputs = weight.shape
+    if weight.dtype == torch.float32 and weight.device.type == "cpu" and out > inputs:
+        return weight.T.contiguous().T
+    return weight
