@@ -8,6 +8,7 @@ import torch
 from bough import CacheConfig, Engine, SamplingParams
 from bough.errors import (
     EmptyPrompt,
+    ModelError,
     OptionError,
     PoolFull,
     PromptTooLong,
@@ -305,3 +306,16 @@ def test_closing_twice_and_using_after_closing(llama_folder):
     engine.close()
     with pytest.raises(RequestError, match="closed"):
         engine.generate("the", GREEDY)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ['{"do_sample": true, "temperature": "hot"}', '{"eos_token_id": ["x"]}', '{"do_sample": true, "top_p": 7}', "[]"],
+)
+def test_a_wrong_generation_config_is_a_clear_error(llama_folder, tmp_path, wrong):
+    for file in llama_folder.iterdir():
+        if file.name != "generation_config.json":
+            (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").write_text(wrong)
+    with pytest.raises(ModelError, match="generation_config"):
+        Engine.load(tmp_path)

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -286,6 +287,27 @@ def test_a_full_pool_can_be_used_again():
     feed(model, (states[2], text(6)), (states[1], (1,)))
     check(model, states[2], text(6))
     check(model, states[1], (*text(12), 1))
+
+
+def test_forks_get_their_slots_whatever_pages_take():
+    """A pool filled up with pages keeps back one slot for every sequence that may run, forks among them."""
+    model = toy(4)
+    pool = pool_of(model, 4, slabs=40, max_running=5)
+    first = State(pool)
+    feed(model, (first, text(3)))
+    hoard = []
+    while True:
+        try:
+            hoard.append(pool.take([1, 0, 0])[0])
+        except PoolFull:
+            break
+    forks = [first.fork() for _ in range(4)]
+    for i, fork in enumerate(forks):
+        if i:  # the first appends in place; make room for copies of the two tails
+            pool.stores[0].release(np.concatenate([hoard.pop(), hoard.pop()]))
+        feed(model, (fork, (i,)))
+        check(model, fork, (*text(3), i))
+    assert used(pool)[2] == 5 and first.owns_slot
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from bough.config import SamplingParams
 from bough.engine.tokenizer import Tokenizer
-from bough.errors import ModelError
+from bough.errors import ModelError, OptionError
 from bough.models.config import read_json
 from bough.models.load import load_model
 from bough.models.model import Model
@@ -32,7 +32,7 @@ def load(
 ) -> Loaded:
     """Read a Hugging Face folder or a GGUF file."""
     model = load_model(path, dtype=dtype, device=device, progress=progress)
-    if path.suffix == ".gguf":
+    if path.is_file():
         from bough.models.gguf import GGUFFile, gguf_tokenizer  # an optional dependency
 
         core, special, template, add_bos = gguf_tokenizer(GGUFFile(path))
@@ -47,7 +47,11 @@ def load(
             f"the tokenizer of {path} has {tokenizer.vocab_size} tokens, the model only {model.vocab_size};"
             " take the tokenizer that belongs to the weights"
         )
-    return Loaded(path.stem, model, tokenizer, _end_tokens(suggested, model, tokenizer), _sampling(suggested))
+    try:
+        ends, sampling = _end_tokens(suggested, model, tokenizer), _sampling(suggested)
+    except (TypeError, ValueError, OptionError) as error:
+        raise ModelError(f"{path}/generation_config.json is wrong ({error}); correct or remove it") from None
+    return Loaded(path.stem, model, tokenizer, ends, sampling)
 
 
 def _end_tokens(suggested: Mapping[str, Any], model: Model, tokenizer: Tokenizer | None) -> frozenset[int]:

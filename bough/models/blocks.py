@@ -140,7 +140,7 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(self.activation(gate) * up)
+        return self.down(self.activation(gate).mul_(up))
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

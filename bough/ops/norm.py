@@ -6,8 +6,9 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Plain: rounded to the dtype of x, then scaled (Llama, Qwen3, LFM2). No weight: not scaled."""
-    unit = torch.rms_norm(x, x.shape[-1:], None, eps)
-    return unit if weight is None else unit * weight
+    if weight is None or x.dtype == torch.float32:  # where nothing is rounded, all at once
+        return torch.rms_norm(x, x.shape[-1:], weight, eps)
+    return torch.rms_norm(x, x.shape[-1:], None, eps) * weight
 
 
 def rms_norm_scaled(x: Tensor, scale: Tensor, eps: float) -> Tensor:

@@ -43,15 +43,17 @@ class State:
         for index, run in self.runs.items():
             yield index, run.ids
         yield from self.pool.slot_reference(self.slot)
-        if self.transaction is not None:
-            yield from self.pool.slot_reference(self.transaction.target)
+        yield from self.pool.slot_reference(self.target)
+
+    @property
+    def target(self) -> int | None:
+        """The slot that was set aside for its commit."""
+        return None if self.transaction is None else self.transaction.target
 
     @property
     def owns_slot(self) -> bool:
-        """Whether it has a slot that it can write: its own alone, or one set aside for its commit."""
-        if self.transaction is not None and self.transaction.target is not None:
-            return True
-        return self.slot is not None and self.pool.slot_refs(self.slot) == 1
+        """Whether it has a slot that it can write: one set aside, or its own alone."""
+        return self.target is not None or (self.slot is not None and self.pool.slot_refs(self.slot) == 1)
 
     def expect_ready(self) -> None:
         if self.condition != "ready":

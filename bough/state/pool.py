@@ -11,6 +11,7 @@ Entry 0 of a unit's first slab is scratch: padded rows read and write it, and no
 Knows nothing of models or trees.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -54,11 +55,14 @@ class Run:
 EMPTY = Run(0, np.empty(0, np.int64))
 
 
-class Runner(Holder, Protocol):
-    """A holder that runs: it needs a slot of its own to go on."""
+class Runner(Protocol):
+    """A holder that runs: it needs a slot that it can write to go on."""
+
+    slot: int | None
 
     @property
-    def owns_slot(self) -> bool: ...
+    def target(self) -> int | None:
+        """A slot set aside for it beside its present one."""
 
 
 class Store:
@@ -195,8 +199,14 @@ class Pool:
 
     @property
     def _owed_slots(self) -> int:
-        """How many slots the sequences that may run could still ask for."""
-        return self.max_running - sum(state.owns_slot for state in self.states)
+        """How many slots the sequences that may run could still ask for, when they move on one after the other.
+
+        Of the states that share a slot among themselves the last one keeps it, so a fork is owed no more than a state.
+        """
+        sharers = Counter(state.slot for state in self.states if state.slot is not None)
+        waiting = {state.slot for state in self.states if state.target is None and state.slot is not None}
+        kept = sum(self.slot_refs(slot) == sharers[slot] for slot in waiting)
+        return self.max_running - kept - sum(state.target is not None for state in self.states)
 
     @property
     def spare_slots(self) -> int:
