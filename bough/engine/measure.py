@@ -43,7 +43,7 @@ def peak_bytes(runner: Runner, counts: list[int], history: list[int]) -> int:
         runner.rehearse(counts, history)
         return torch.cuda.max_memory_allocated(device) - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes of its comings and goings to stderr
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         runner.rehearse(counts, history)
     held = peak = 0
     assert seen.profiler is not None

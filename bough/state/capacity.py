@@ -11,14 +11,13 @@ from bough.state.layout import Layout
 
 def entries(layout: Layout, tokens: int, step_tokens: int) -> list[int]:
     """Entries of each unit that a sequence may hold while it grows to `tokens` in steps of up to `step_tokens`."""
+    size = layout.page_tokens
     counts = []
     for unit in layout.units:
-        if not unit.is_page:
-            counts.append(1)
-        elif unit.reach is None or unit.reach + step_tokens >= tokens:
-            counts.append(-(-tokens // layout.page_tokens))
-        else:  # window and step may begin anywhere in a page
-            counts.append(-(-(unit.reach + step_tokens - 1) // layout.page_tokens) + 1)
+        count = -(-tokens // size) if unit.is_page else 1
+        if unit.is_page and unit.reach is not None:  # window and step may begin anywhere in a page
+            count = min(count, -(-(unit.reach + step_tokens - 1) // size) + 1)
+        counts.append(count)
     return counts
 
 
