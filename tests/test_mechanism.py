@@ -9,7 +9,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from test_pool import dump
-from test_state import DICE, StateMachine, books
+from test_state import DICE, StateMachine
 from toy import DELTA, FULL, WINDOW, check, close, feed, pool_of, text, toy, used
 
 from bough.errors import PoolFull, StateError
@@ -39,7 +39,7 @@ class Mechanism(StateMachine):
                 self.pool.check()
                 self.model(step)
         except PoolFull:
-            assert dump(self.pool) == before
+            assert self.may_be_full(batch) and dump(self.pool) == before
             return
         for (state, tokens), wanted in zip(batch, cuts, strict=True):
             self.tokens[state] += tuple(tokens)
@@ -47,11 +47,19 @@ class Mechanism(StateMachine):
             assert all(state.can_resume(at) for at in state.points)
 
     def resumable(self, state: State, length: int) -> bool:
-        """Which lengths the kinds allow, said once more: all in reach is held, and a slot was saved."""
+        """Which lengths the kinds allow, said once more: the window before it is held, and a slot was saved."""
         if length in (0, state.length):
             return True
-        point = state.points.get(length)
-        return point is not None and point.slot is not None  # a point has its windows too
+        point, size = state.points.get(length), self.pool.layout.page_tokens
+        if self.pool.slot_store is not None:
+            return point is not None and point.slot is not None  # a point has its windows too
+        wanted = range(max(0, length - self.model.kinds[WINDOW].window + 1) // size, -(-length // size))
+        held = set(range(state.runs[1].first, state.runs[1].end))
+        for at, each in state.points.items():  # a page is good up to the point that holds it
+            held |= {
+                page for page in range(each.runs[1].first, each.runs[1].end) if min(length, page * size + size) <= at
+            }
+        return held.issuperset(wanted)
 
     @precondition(lambda self: self.tokens)
     @rule(dice=DICE, forks=st.booleans())
@@ -97,6 +105,9 @@ class Mechanism(StateMachine):
                 self.snapshots[half] = tokens[:end]
         if left is not None and right is not None:
             assert snapshot.closed and left.end == right.start == at
+            if 1 in right.runs:  # the left half keeps the window as far as it covers its own reach
+                wanted = self.pool.layout.pages(self.pool.stores[1].unit.earliest(at), at)
+                assert (1 in left.runs) == (right.runs[1].first <= wanted[0] and wanted[1] <= right.runs[1].end)
         else:
             assert snapshot in (left, right) and not snapshot.closed
 
@@ -167,7 +178,7 @@ class Mechanism(StateMachine):
             with forward(self.pool, batch) as step:
                 hidden = self.model(step)
         except PoolFull:
-            assert dump(self.pool) == before
+            assert self.may_be_full(batch) and dump(self.pool) == before
             for transaction in drafting.values():
                 transaction.commit(0)
             return
@@ -195,7 +206,7 @@ class Mechanism(StateMachine):
     def failing_draft(self, dice, layer):
         """A forward that raises inside a transaction breaks nothing: the slot was not touched."""
         state = dice.choice(list(self.tokens))
-        before = [each[:3] for each in books(self.pool)]  # fill marks may come down
+        before = [each[:3] for each in self.page_books()]  # fill marks may come down
         with state.begin() as transaction:
             for _ in range(2):  # it may be tried again
                 try:
@@ -203,7 +214,7 @@ class Mechanism(StateMachine):
                         self.model(step, fail_after=layer)
                 except (InterruptedError, PoolFull):
                     assert transaction.fed is None
-        assert [each[:3] for each in books(self.pool)] == before and state.condition == "ready"
+        assert [each[:3] for each in self.page_books()] == before and state.condition == "ready"
 
     @invariant()
     def holds_snapshots(self):
@@ -413,7 +424,7 @@ def test_a_commit_without_recordings_changes_nothing():
     lost = transaction.recordings[DELTA, "delta"].inputs
     transaction.recordings[DELTA, "delta"].inputs = ()
     before = dump(pool)
-    with pytest.raises(StateError, match=f"not recorded, layer {DELTA}"):
+    with pytest.raises(StateError, match=f"not recorded, of layer {DELTA}"):
         transaction.commit(2)
     assert dump(pool) == before
     transaction.recordings[DELTA, "delta"].inputs = lost
@@ -447,6 +458,12 @@ def test_a_draft_costs_rows_of_inputs_not_states():
             feed(model, (state, (0,) * k))
             sizes.append(transaction.nbytes)
             assert used(pool)[2] == slots
+            kept = {
+                e.untyped_storage().data_ptr(): e.untyped_storage().nbytes()
+                for r in transaction.recordings.values()
+                for e in r.inputs
+            }
+            assert sum(kept.values()) == sizes[-1], "whatever the inputs were part of is not kept"
     row = 4 * (10 + (2 + 6 + 2 + 2) + 6)  # pre-conv rows; k, v, g and beta; the inputs of the short convolution
     assert sizes == [row, 2 * row, 8 * row]
 

@@ -1,6 +1,6 @@
 """States and reservations on the toy model of all four kinds: whatever happens, a state holds what its tokens say."""
 
-from contextlib import suppress
+from collections import Counter
 from random import Random
 
 import numpy as np
@@ -39,14 +39,15 @@ class StateMachine(RuleBasedStateMachine):
     @initialize(
         window=st.sampled_from([1, 2, 3, 5, 9, 40]),
         page_tokens=st.sampled_from([1, 2, 4, 32]),
-        slabs=st.sampled_from([5, 20, 60, 200]),
+        slabs=st.sampled_from([0, 5, 20, 60, 200]),
         max_running=st.integers(3, 8),
         length=st.integers(0, 12),
+        slots=st.sampled_from([True, True, False]),
     )
-    def make(self, window, page_tokens, slabs, max_running, length):
-        self.model = toy(window)
+    def make(self, window, page_tokens, slabs, max_running, length, slots):
+        self.model = toy(window, slots)
         layout = self.model.layout(page_tokens)
-        slabs += capacity.slabs(layout, 1, length, length or 1, max_running)
+        slabs += capacity.slabs(layout, 1, length or 1, length or 1, max_running)
         self.pool = Pool(layout, slabs * layout.slab_bytes, max_running=max_running)
         self.tokens: dict[State, tuple[int, ...]] = {State(self.pool): ()}
         self.feed([(state, text(length)) for state in self.tokens])
@@ -66,14 +67,16 @@ class StateMachine(RuleBasedStateMachine):
                 close(next(rows), self.model.record(self.tokens[state])["hidden"], "hidden row")
 
     def may_be_full(self, batch) -> bool:
-        """Whether the pool lacks room when every row copies its tail and takes a slot."""
+        """Whether the pool lacks room for pages when every row copies its tail. Slots never lack: they are kept back."""
         size, needs = self.pool.layout.page_tokens, [0] * len(self.pool.stores)
         for state, tokens in batch:
             for unit, store in enumerate(self.pool.stores):
                 pages = -(-(state.length + len(tokens)) // size) - state.length // size + 1
-                needs[unit] += (pages if store.unit.is_page else 1) if tokens else 0
-        slots = self.pool.slot_store  # those that the sequences that may run could still ask for are kept back
-        needs[slots] = max(needs[slots], self.pool.max_running - sum(state.owns_slot for state in self.tokens))
+                needs[unit] += pages if store.unit.is_page and tokens else 0
+        if (index := self.pool.slot_store) is not None:
+            sharers = Counter(state.slot for state in self.tokens if state.slot is not None)
+            kept = sum(self.pool.stores[index].refs[slot] == count for slot, count in sharers.items())
+            needs[index] = self.pool.max_running - kept
         free = self.pool.slabs - sum(store.slabs for store in self.pool.stores)
         return sum(store.slabs_for(need) for store, need in zip(self.pool.stores, needs, strict=True)) > free
 
@@ -99,11 +102,12 @@ class StateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens)
     @rule(dice=DICE, layer=st.integers(0, 4))
     def fail(self, dice, layer):
-        """A forward that raises leaves all as it was, but for states whose only slot it may have written."""
+        """A forward that raises leaves all as it was, but for states whose slot it may have written in place."""
         batch = self.batch(dice)
-        before, full = books(self.pool), False
-        slots = self.pool.stores[self.pool.slot_store]
-        broken = {state for state, tokens in batch if tokens and state.slot is not None and slots.refs[state.slot] == 1}
+        before, full = self.page_books(), False
+        moving = Counter(state.slot for state, tokens in batch if tokens and state.slot is not None)
+        alone = {slot for slot, count in moving.items() if self.pool.slot_refs(slot) == count}
+        broken = {state for state, tokens in batch if tokens and state.slot in alone}
         try:
             with forward(self.pool, batch) as step:
                 self.model(step, fail_after=layer)
@@ -112,7 +116,7 @@ class StateMachine(RuleBasedStateMachine):
         except PoolFull:
             assert self.may_be_full(batch)
             full = True
-        assert books(self.pool) == before
+        assert self.page_books() == before
         for state, _ in batch:
             assert state.condition == ("broken" if state in broken and not full else "ready")
             if state.condition == "broken":
@@ -120,6 +124,9 @@ class StateMachine(RuleBasedStateMachine):
                     with pytest.raises(StateError, match="broken"):
                         use()
                 self.give_back(state)
+
+    def page_books(self) -> list:
+        return [each for index, each in enumerate(books(self.pool)) if index != self.pool.slot_store]
 
     @precondition(lambda self: self.tokens)
     @rule(dice=DICE)
@@ -140,8 +147,10 @@ class StateMachine(RuleBasedStateMachine):
             assert [books["used"] for books in after[1]] == [books["used"] for books in before[1]]
             batch.append((fork, some_tokens(dice)))
         self.holds()
-        with suppress(PoolFull):
+        try:
             self.feed(dice.sample(batch, len(batch)))
+        except PoolFull:
+            assert self.may_be_full(batch)
 
     @precondition(lambda self: self.tokens)
     @rule(dice=DICE)

@@ -55,9 +55,18 @@ class State:
         """Whether it has a slot that it can write: one set aside, or its own alone."""
         return self.target is not None or (self.slot is not None and self.pool.slot_refs(self.slot) == 1)
 
+    def own_copy(self, slot: int) -> None:
+        """Go on with this slot, made a copy of the one that it shared until now."""
+        assert self.slot is not None and self.pool.slot_store is not None
+        store = self.pool.stores[self.pool.slot_store]
+        store.copy(np.array([self.slot]), np.array([slot]))
+        self.pool.release(self.pool.slot_reference(self.slot))
+        self.slot = slot
+
     def expect_ready(self) -> None:
         if self.condition != "ready":
-            raise StateError(f"the state is {self.condition}; only a state that is ready can be used")
+            remedy = "release it and start again" if self.condition == "broken" else "only a ready one can be used"
+            raise StateError(f"the state is {self.condition}; {remedy}")
 
     def can_resume(self, length: int) -> bool:
         """Whether `rewind(length)` and `fork(length)` would succeed."""
@@ -65,12 +74,15 @@ class State:
         return not isinstance(self._resolve((), length), str)
 
     def fork(self, length: int | None = None) -> "State":
-        """A second state that shares everything up to `length`; nothing is copied until one of them writes."""
+        """A second state that shares everything up to `length`, points too; nothing is copied until one writes."""
         self.expect_ready()
         length = self.length if length is None else length
         runs, slot = self._expect_resolved((), length)
         other = State(self.pool)
         other._become(length, runs, slot)
+        for at, point in self.points.items():
+            if at <= length:
+                other.points[at] = Snapshot(self.pool, at, at, point.runs, point.slot)
         return other
 
     def rewind(self, length: int) -> None:
@@ -109,7 +121,7 @@ class State:
             if run is not None:
                 runs[index] = run
         slot = self._saved_slot(end)
-        if slot == self.slot and self.pool.spare_slots < 1:
+        if slot is not None and not self.pool.can_keep_slot(slot):
             slot = None
         return Snapshot(self.pool, start, end, runs, slot)
 
@@ -119,9 +131,14 @@ class State:
             self.points.pop(length).close()
 
     def view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """K and V [S, H, dim] of a layer in token order, to read: all tokens, or those within reach of the next one."""
+        """K and V [S, H, dim] of a layer in token order, to read: all tokens, or those within reach of the next one.
+
+        They are gathered from the pages, so a view costs as much as it is long.
+        """
         self.expect_ready()
-        index = self.pool.layout.unit_of[layer]
+        index = self.pool.layout.unit_of.get(layer)
+        if index is None or not self.pool.stores[index].unit.is_page:
+            raise StateError(f"layer {layer} keeps no K and V of its own; ask one that does")
         store = self.pool.stores[index]
         start = store.unit.earliest(self.length)
         if start == self.length:
@@ -192,11 +209,13 @@ class State:
         if length < 0:
             return f"length {length} is below 0"
         end = self.length
-        for each in path:
+        for index, each in enumerate(path):
             if each.closed:
                 return "a snapshot of the path is closed"
             if each.start > end:
                 return f"the path has a gap: nothing covers [{end}, {each.start})"
+            if index and each.start < end:
+                return f"the path overlaps itself: [{each.start}, {end}) is there twice"
             end = each.end
         return f"length {length} is past the end of what is held, {end}" if length > end else None
 

@@ -55,8 +55,8 @@ class Run:
 EMPTY = Run(0, np.empty(0, np.int64))
 
 
-class Runner(Protocol):
-    """A holder that runs: it needs a slot that it can write to go on."""
+class Running(Protocol):
+    """A holder that needs a slot that it can write to go on."""
 
     slot: int | None
 
@@ -173,7 +173,7 @@ class Pool:
         self.page_stores = tuple(i for i, store in enumerate(self.stores) if store.unit.is_page)
         slots = [i for i, store in enumerate(self.stores) if not store.unit.is_page]
         self.slot_store = slots[0] if slots else None
-        self.states: set[Runner] = set()
+        self.states: set[Running] = set()
         self._holders: set[Holder] = set()
 
     def part(self, layer: int, name: str) -> torch.Tensor:
@@ -199,18 +199,22 @@ class Pool:
 
     @property
     def _owed_slots(self) -> int:
-        """How many slots the sequences that may run could still ask for, when they move on one after the other.
+        """How many slots the sequences that may run could still ask for.
 
-        Of the states that share a slot among themselves the last one keeps it, so a fork is owed no more than a state.
+        Of the states that share a slot among themselves alone the last one to move on keeps it.
         """
         sharers = Counter(state.slot for state in self.states if state.slot is not None)
-        waiting = {state.slot for state in self.states if state.target is None and state.slot is not None}
-        kept = sum(self.slot_refs(slot) == sharers[slot] for slot in waiting)
+        kept = sum(self.slot_refs(slot) == count for slot, count in sharers.items())
         return self.max_running - kept - sum(state.target is not None for state in self.states)
+
+    def can_keep_slot(self, slot: int) -> bool:
+        """Whether one more may refer to the slot for good: nobody needs it for himself, or there is one to spare."""
+        sharers = sum(state.slot == slot for state in self.states)
+        return self.slot_refs(slot) > sharers or self.spare_slots > 0
 
     @property
     def spare_slots(self) -> int:
-        """How many slots can be lent to whoever can do without. A reservation's own are counted as owed and as used."""
+        """How many slots can be lent to whoever can do without."""
         if self.slot_store is None:
             return 0
         store = self.stores[self.slot_store]

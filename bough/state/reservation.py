@@ -5,8 +5,9 @@ there, or PoolFull is raised and nothing has changed. `finish()` moves the state
 
 A shared last page is appended to in place by whoever is exactly at its fill mark — the others do not look past their
 own length — and copied first by anyone else. So sharing is token-granular whatever the page size is. A slot is
-written in place by its only holder; anyone else reads the shared one and writes another. A state in a transaction has
-its slot left alone and its inputs recorded.
+written in place by its only holder; anyone else reads the shared one and writes another. Of states that share one among
+themselves alone and move on together, the last keeps it and the others get copies: so there is always a slot for
+everyone. A state in a transaction gets a slot of its own, which is left alone, and its inputs are recorded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -81,7 +82,7 @@ class _Append:
             kept = kept[:-1]
         elif len(kept):
             self.old_fill = int(self.store.fill[kept[-1]])
-        self.run = Run(self.old.first, np.concatenate([kept, ids]))
+        self.run = Run(self.old.first, np.concatenate([kept, ids])) if len(ids) else self.old
         written = self.run.ids[self.state.length // page_tokens - self.run.first :]
         self.store.fill[written] = page_tokens
         self.store.fill[written[-1]] = self.end - (self.run.end - 1) * page_tokens
@@ -109,20 +110,24 @@ class Reservation:
         self.rows = Rows(tuple(len(tokens) for _, tokens in batch), tuple(state.length for state in self.states))
         self._expect_usable(cuts)
         self._appends = self._plan()
-        moved = [s for s in self._active if pool.slot_store is not None and not s.owns_slot]
+        movers, copiers = self._plan_slots()
         needs = [0] * len(pool.stores)
         for append in self._appends:
             needs[append.unit] += append.takes
         if pool.slot_store is not None:
-            needs[pool.slot_store] = len(moved)
+            needs[pool.slot_store] = len(movers) + len(copiers)
         taken = pool.take(needs)  # the only thing here that can fail
         for append in self._appends:
             ids = taken[append.unit]
             append.apply(ids[: append.takes], pool.layout.page_tokens)
             taken[append.unit] = ids[append.takes :]
         slots = taken[pool.slot_store].tolist() if pool.slot_store is not None else []
-        self._new_slots: dict[State, int] = dict(zip(moved, slots, strict=True))
-        self._points = self._take_points(cuts)
+        self._points = self._take_points(
+            cuts, pool.spare_slots + len(slots)
+        )  # those are owed until their states have them
+        self._new_slots: dict[State, int] = dict(zip(movers, slots, strict=False))
+        for state, slot in zip(copiers, slots[len(movers) :], strict=True):
+            state.own_copy(slot)
         for state in self.states:
             state.condition = "in a step"
         pool.register(self)
@@ -142,7 +147,7 @@ class Reservation:
         for row, state in enumerate(self.states):
             assert state.pool is self.pool, "a state of another pool"
             wanted = cuts[row] if cuts else ()
-            if state.transaction is None:
+            if state.transaction is None or state.condition == "in a step":
                 state.expect_ready()
             else:
                 state.transaction.expect_feedable()
@@ -172,19 +177,37 @@ class Reservation:
                 appends.append(_Append(state, store, unit, run, end, new_pages, copies))
         return appends
 
-    def _take_points(self, cuts: Cuts | None) -> list[dict[int, int | None]]:
+    def _plan_slots(self) -> tuple[list[State], list[State]]:
+        """The states that will write a new slot, and those that need a copy of the one they share."""
+        movers, copiers = [], []
+        groups: dict[int, list[State]] = {}
+        for state in self._active if self.pool.slot_store is not None else ():
+            if state.slot is None:
+                movers.append(state)
+            elif not state.owns_slot:
+                groups.setdefault(state.slot, []).append(state)
+        for slot, group in groups.items():
+            if self.pool.slot_refs(slot) == len(group):
+                copiers += group[:-1]
+            else:
+                copiers += [state for state in group if state.transaction is not None]
+                movers += [state for state in group if state.transaction is None]
+        return movers, copiers
+
+    def _take_points(self, cuts: Cuts | None, spare: int) -> list[dict[int, int | None]]:
         """For each row the lengths that will be points, with the slot of each; None where none of its own is needed.
 
-        Slots for points are lent only while there are some to spare: the latest cuts come first, others are skipped.
+        Points get only the slots that there are to spare: the latest cuts come first, others are skipped.
         """
         points: list[dict[int, int | None]] = [{} for _ in self.states]
         for row, wanted in enumerate(cuts or ()):
             end = self.rows.history[row] + self.rows.counts[row]
             for cut in sorted(set(wanted), reverse=True):
-                if self.pool.slot_store is None or cut == end:  # the end has the slot of the state itself
+                if self.pool.slot_store is None:
                     points[row][cut] = None
-                elif self.pool.spare_slots + len(self._new_slots) > 0:  # those are owed still and taken already
-                    points[row][cut] = int(self.pool.stores[self.pool.slot_store].take(1)[0])
+                elif spare > 0:  # at the end the point shares the state's own slot, and the state will need another
+                    points[row][cut] = None if cut == end else int(self.pool.stores[self.pool.slot_store].take(1)[0])
+                    spare -= 1
         return points
 
     def step(self, tokens: Tensor, masks: tuple[Mask | None, ...] | None = None) -> Step:
@@ -245,13 +268,9 @@ class Reservation:
             for unit in windows:
                 start = self.pool.stores[unit].unit.earliest(length)
                 runs[unit] = state.runs[unit].part(*self.pool.layout.pages(start, length))
-            shared = slot
-            if length == state.length and self.pool.slot_store is not None:
-                if self.pool.spare_slots < 1:
-                    continue  # the state will need another slot once this one is shared
-                shared = state.slot
             state.forget(length)
-            state.points[length] = Snapshot(self.pool, length, length, runs, shared)
+            saved = state.slot if length == state.length else slot
+            state.points[length] = Snapshot(self.pool, length, length, runs, saved)
             self.pool.release(self.pool.slot_reference(slot))
 
     def abort(self) -> None:

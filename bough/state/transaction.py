@@ -25,7 +25,7 @@ class Transaction:
         self.state = state
         self.fed: int | None = None  # tokens of its forward; None before it
         self.recordings: dict[tuple[int, str], Recording] = {}  # by layer and part
-        self.target: int | None = None  # the slot that commit writes, where it cannot be the state's own
+        self.target: int | None = None  # the slot that commit writes, where the state has none yet
         self.closed = False
 
     @property
@@ -41,15 +41,19 @@ class Transaction:
         """Keep the first `count` tokens fed, and close. Raises StateError, and changes nothing, if that cannot be."""
         if self.closed:
             raise StateError("the transaction is closed; begin another")
+        if self.state.condition == "in a step":
+            raise StateError("the transaction is in its forward; commit when that has ended")
         fed = self.fed or 0
         if not 0 <= count <= fed:
             raise StateError(f"{count} tokens cannot be kept: {fed} were fed")
         state, pool = self.state, self.state.pool
-        slots = pool.slot_store is not None and count > 0
-        lacking = [key for key, each in self.recordings.items() if slots and each.tokens < count]
-        if lacking:
-            raise StateError(f"the inputs of {len(lacking)} layers were not recorded, layer {lacking[0][0]} first")
-        if slots:
+        if pool.slot_store is not None and count:
+            fields = pool.stores[pool.slot_store].unit.fields
+            lacking = [key for key in fields if self.recordings.get(key, Recording()).tokens < count]
+            if lacking:
+                raise StateError(
+                    f"the inputs of {len(lacking)} parts were not recorded, of layer {lacking[0][0]} first"
+                )
             self._replay(count)
         elif self.target is not None:
             pool.release(pool.slot_reference(self.target))
@@ -63,17 +67,15 @@ class Transaction:
         state, pool = self.state, self.state.pool
         assert pool.slot_store is not None
         store = pool.stores[pool.slot_store]
-        target = state.slot if self.target is None else self.target
-        assert target is not None
+        if state.slot is None:
+            for part in store.parts.values():
+                part[self.target] = 0
+            state.slot, self.target = self.target, None
+        state.condition = "broken"  # until all layers have moved on
         for key, recording in self.recordings.items():
-            part = store.parts[key]
-            before = part[state.slot] if state.slot is not None else part[target].zero_()
-            kind = store.unit.fields[key].part
+            slot, kind = store.parts[key][state.slot], store.unit.fields[key].part
             assert isinstance(kind, SlotPart)
-            kind.replay(before, part[target], recording.inputs, count)
-        if self.target is not None:
-            pool.release(pool.slot_reference(state.slot))
-            state.slot = target
+            kind.replay(slot, slot, recording.inputs, count)
 
     def __enter__(self) -> "Transaction":
         return self
