@@ -1,10 +1,13 @@
 """The command line. Text goes to stdout and everything else to stderr, so output pipes; colours only decorate."""
 
+import os
 import queue
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,9 +18,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from bough import BoughError, CacheConfig, Engine, SamplingParams, __version__
+from bough.__main__ import INTERRUPTED
 from bough.engine.chat import Chat, Reply
 from bough.engine.request import Handle, Output
-from bough.errors import OptionError, RequestError
+from bough.errors import BadPrompt, EmptyPrompt, ModelError, OptionError, RequestError
 from bough.state.kinds import PageKind
 
 app = typer.Typer(
@@ -28,13 +32,14 @@ app = typer.Typer(
     help="Run hybrid language models so that no token is computed twice that need not be.",
 )
 notes = Console(stderr=True, highlight=False)
-BUNDLED = Path(__file__).parent / "bundled"  # a small model that writes stories
+BUNDLED = Path(__file__).parent / "bundled"  # a small model that writes stories, and the name it goes by
 OPENING = "Once upon a time, in a small village by the sea,"
-INTERRUPTED = 130  # what a shell expects of a program stopped by Ctrl-C
 
 Model = Annotated[
     str | None,
-    typer.Argument(help="A folder in the Hugging Face layout, or a .gguf file; the model in the box if none is given."),
+    typer.Argument(
+        help="A folder in the Hugging Face layout, or a .gguf file; 'bundled', or none: the model in the box."
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
@@ -48,15 +53,20 @@ def friendly(command: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
+            if sys.stdout is None:
+                raise RequestError("standard output is closed; send it to a file, or to /dev/null")
             command(*args, **kwargs)
         except BoughError as error:
-            notes.print(f"[red]error:[/red] {_plain(str(error))}", soft_wrap=True)
+            _print_error(error)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:  # whoever read our output has seen enough
-            sys.stderr.close()
-            raise typer.Exit(0) from None
+        except OSError as error:  # what is read is checked where it is read: this comes of writing
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+            if isinstance(error, BrokenPipeError):  # whoever read our output has seen enough
+                raise typer.Exit(0) from None
+            _print_error(error)
+            raise typer.Exit(1) from None
 
     return run
 
@@ -92,29 +102,31 @@ def run(
     cache_bytes: CacheBytes = None,
 ) -> None:
     """Continue prompts, or chat."""
+    given = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "stop": tuple(stop) if stop else None,
+    }
+    asked = {name: value for name, value in given.items() if value is not None}
+    SamplingParams(**asked)  # a mistake is told before the model is loaded
+    prompts = prompts or _piped(model)
     with _load(model, device, dtype, context, cache_bytes) as engine:
-        given = {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "seed": seed,
-            "stop": tuple(stop) if stop else None,
-        }
-        params = _params(engine.defaults, max_tokens, given)
+        params = replace(engine.defaults, **asked)
         if not prompts and model is None:
             prompts, stats = [OPENING], True
             sys.stdout.write(OPENING)
-        elif not prompts and not sys.stdin.isatty():
-            prompts = [sys.stdin.read()]
         chats = not raw and engine.tokenizer is not None and engine.tokenizer.template is not None
         if system is not None and not chats:
             raise OptionError("--system needs a chat; the model has no chat template, or --raw was given")
         if not prompts:
             _talk(engine, system if chats else None, chats, params, stats)
         else:
-            _answer(engine, [_start(engine, text, system, chats, params) for text in prompts], stats)
+            _answer([_start(engine, text, system, chats, params) for text in prompts], stats)
 
 
 @app.command(epilog="Example: [bold]bough show ./model --context 32768[/bold]")
@@ -155,19 +167,42 @@ def version() -> None:
     print(__version__)
 
 
-def _params(defaults: SamplingParams, max_tokens: int, given: dict[str, Any]) -> SamplingParams:
-    """What the model's makers suggest, with what the user gave on top."""
-    suggested = {
-        name: getattr(defaults, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    }
-    asked = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(max_tokens=max_tokens, **{**suggested, **asked})
+def _piped(model: str | None) -> list[str] | None:
+    """What to continue when no prompt was given: standard input, unless it is a terminal or the story is wanted."""
+    if sys.stdin is not None and sys.stdin.isatty():
+        return None
+    try:
+        text = "" if sys.stdin is None else sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise BadPrompt(f"standard input is not UTF-8 text (see byte {error.start}); convert it first") from None
+    except OSError as error:
+        raise BadPrompt(f"standard input cannot be read ({error.strerror}); give a prompt instead") from None
+    if text.strip():
+        return [text]
+    if model is not None:
+        raise EmptyPrompt("no prompt was given, and standard input is empty; give one or the other")
+    return None
 
 
-def _load(model: str | None, device: str, dtype: str, context: int | None, cache_bytes: str | None) -> Engine:
+@contextmanager
+def _load(
+    model: str | None, device: str, dtype: str, context: int | None, cache_bytes: str | None
+) -> Iterator[Engine]:
     cache = CacheConfig(device_bytes=_parse_bytes(cache_bytes)) if cache_bytes else None
+    path = BUNDLED if model in (None, BUNDLED.name) else Path(os.path.expanduser(str(model)))
+    if not os.path.exists(path):
+        raise ModelError(
+            f"{path} is not there; give a folder with config.json and *.safetensors, a .gguf file,"
+            f" or '{BUNDLED.name}' for the model in the box"
+        )
     with _bar("loading") as advance:
-        return Engine.load(model or BUNDLED, device=device, dtype=dtype, cache=cache, context=context, progress=advance)
+        engine = Engine.load(path, device=device, dtype=dtype, cache=cache, context=context, progress=advance)
+    try:
+        yield engine
+    finally:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # closing takes one step, and must not be broken off
+        engine.close()
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
@@ -179,9 +214,9 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def _start(engine: Engine, text: str, system: str | None, chats: bool, params: SamplingParams) -> Handle:
+def _start(engine: Engine, text: str, system: str | None, chats: bool, params: SamplingParams) -> Handle | Reply:
     if chats:
-        return engine.chat(system).stream(text, params).handle
+        return engine.chat(system).stream(text, params)
     return engine.submit(_tokens(text) if engine.tokenizer is None else text, params)
 
 
@@ -195,8 +230,9 @@ def _tokens(text: str) -> list[int]:
         ) from None
 
 
-def _answer(engine: Engine, handles: Sequence[Handle], stats: bool) -> None:
+def _answer(asked: Sequence[Handle | Reply], stats: bool) -> None:
     """Print the answers in order, the first as it comes; all of them are worked on together."""
+    handles = [each.handle if isinstance(each, Reply) else each for each in asked]
     for index, handle in enumerate(handles):
         if len(handles) > 1:
             notes.print(f"[bold]── {index + 1} of {len(handles)}[/bold]")
@@ -263,13 +299,12 @@ def _talk(engine: Engine, system: str | None, chats: bool, params: SamplingParam
             continue
         try:
             if chat is None:
-                _print_pieces(_start(engine, text, None, False, params), stats)
+                _answer([_start(engine, text, None, False, params)], stats)
             else:
-                reply: Reply = chat.stream(text, params)
-                _print_pieces(reply.handle, stats)
-                reply.close()
+                with closing(chat.stream(text, params)) as reply:
+                    _print_pieces(reply.handle, stats)
         except BoughError as error:
-            notes.print(f"[red]error:[/red] {_plain(str(error))}", soft_wrap=True)
+            _print_error(error)
 
 
 def _layers(engine: Engine) -> str:
@@ -305,6 +340,6 @@ def _bytes(count: int) -> str:
     raise AssertionError
 
 
-def _plain(text: str) -> str:
-    """Text that rich prints as it is."""
-    return text.replace("[", r"\[")
+def _print_error(error: Exception) -> None:
+    notes.print("[red]error:[/red]", end=" ")
+    notes.print(str(error), markup=False, soft_wrap=True)

@@ -1,12 +1,13 @@
 """What a caller can set: how to sample, and how much memory state may take."""
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from bough.errors import OptionError
 
 Options = TypeVar("Options")
+LARGEST = 3.4e38  # in float32, which is what the sampler computes in
 
 
 def from_options(kind: type[Options], options: dict[str, Any]) -> Options:
@@ -18,7 +19,17 @@ def from_options(kind: type[Options], options: dict[str, Any]) -> Options:
     return kind(**options)
 
 
-def _require(ok: bool, name: str, value: object, allowed: str) -> None:
+def is_int(value: object, low: int, high: float = float("inf")) -> bool:
+    """Whether this is a whole number (True is none) in [low, high]."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def is_number(value: object, low: float = -LARGEST, high: float = LARGEST) -> bool:
+    """Whether this is a number (True is none, nor is NaN) in [low, high]."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def require(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
         raise OptionError(f"{name} is {value!r}; it must be {allowed}")
 
@@ -43,32 +54,41 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        _require(self.max_tokens >= 0, "max_tokens", self.max_tokens, "0 or more")
-        _require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 or more, and finite")
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (all) or more")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
-        _require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "above 0")
+        elif isinstance(self.stop, Iterable):
+            object.__setattr__(self, "stop", tuple(self.stop))
+        require(is_int(self.max_tokens, 0), "max_tokens", self.max_tokens, "a whole number, 0 or more")
+        require(is_number(self.temperature, 0), "temperature", self.temperature, "a number, 0 or more, and finite")
+        require(is_int(self.top_k, 0), "top_k", self.top_k, "a whole number, 0 (all) or more")
+        require(is_number(self.top_p, 0, 1) and self.top_p > 0, "top_p", self.top_p, "a number above 0 and at most 1")
+        require(is_number(self.min_p, 0, 1), "min_p", self.min_p, "a number between 0 and 1")
+        positive = is_number(self.repetition_penalty, 0) and self.repetition_penalty > 0
+        require(positive, "repetition_penalty", self.repetition_penalty, "a number above 0, and finite")
         for name in ("presence_penalty", "frequency_penalty"):
-            _require(math.isfinite(getattr(self, name)), name, getattr(self, name), "finite")
-        _require(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2**63 - 1")
-        _require(all(self.stop), "stop", self.stop, "strings that are not empty")
-        _require(self.logprobs is None or 0 <= self.logprobs <= 64, "logprobs", self.logprobs, "between 0 and 64")
+            require(is_number(getattr(self, name)), name, getattr(self, name), "a number, and finite")
+        seeded = self.seed is None or is_int(self.seed, 0, 2**63 - 1)
+        require(seeded, "seed", self.seed, "a whole number between 0 and 2**63 - 1, or None")
+        strings = isinstance(self.stop, tuple) and all(isinstance(each, str) and each for each in self.stop)
+        require(strings, "stop", self.stop, "strings that are not empty")
+        counted = self.logprobs is None or is_int(self.logprobs, 0, 64)
+        require(counted, "logprobs", self.logprobs, "a whole number between 0 and 64, or None")
+        require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """How much memory state may take, and in what form it is kept."""
 
-    device_bytes: int | None = None  # None: what is left beside the weights and the activations
+    # None: a quarter of the available memory on CPUs, 80% of the free memory on a GPU; at most what as many sequences
+    # as may run take at full context.
+    device_bytes: int | None = None
     page_tokens: int = 32
     dtype: str = "auto"  # of K and V; auto: as the model computes
 
     def __post_init__(self) -> None:
-        _require(self.device_bytes is None or self.device_bytes > 0, "device_bytes", self.device_bytes, "above 0")
-        _require(1 <= self.page_tokens <= 1024, "page_tokens", self.page_tokens, "between 1 and 1024")
-        _require(self.dtype in DTYPES, "cache dtype", self.dtype, "one of " + ", ".join(DTYPES))
+        sized = self.device_bytes is None or is_int(self.device_bytes, 1, 2**63 - 1)
+        require(sized, "device_bytes", self.device_bytes, "a whole number above 0 and below 2**63, or None")
+        require(is_int(self.page_tokens, 1, 1024), "page_tokens", self.page_tokens, "a whole number from 1 to 1024")
+        require(self.dtype in DTYPES, "cache dtype", self.dtype, "one of " + ", ".join(DTYPES))
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -5,12 +5,14 @@
     │   ├── UnknownArchitecture
     │   └── BadWeights        tensors missing, unexpected, misshapen or truncated
     ├── RequestError          what was asked cannot be done; nothing was changed
+    │   ├── BadPrompt         neither text nor token ids
     │   ├── EmptyPrompt
     │   ├── PromptTooLong
     │   ├── TokenOutOfRange
     │   ├── TemplateError     a chat template is missing or broken
     │   └── OptionError       an unknown or impossible option
     ├── PoolFull              memory for state is used up; nothing was changed
+    ├── BadLogits             the model computed something that is not a number
     └── StateError            a state was used in a way its kinds do not allow
 
 The message of each says what to do about it. Bugs of our own are assertions, not these.
@@ -37,6 +39,10 @@ class RequestError(BoughError):
     """What was asked cannot be done; nothing was changed."""
 
 
+class BadPrompt(RequestError):
+    """The prompt is neither text nor token ids."""
+
+
 class EmptyPrompt(RequestError):
     """The prompt has no tokens."""
 
@@ -59,6 +65,17 @@ class OptionError(RequestError):
 
 class PoolFull(BoughError):
     """The memory for state is used up; nothing was changed."""
+
+
+class BadLogits(BoughError):
+    """The logits of some rows hold a NaN, an infinity, or nothing but -inf. The other rows can be sampled again."""
+
+    def __init__(self, rows: list[int]) -> None:
+        super().__init__(
+            "the model gave logits that are not finite; its weights are damaged, or its activations overflow in this"
+            " dtype (try bfloat16 or float32)"
+        )
+        self.rows = rows
 
 
 class StateError(BoughError):

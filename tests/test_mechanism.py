@@ -432,6 +432,24 @@ def test_a_commit_without_recordings_changes_nothing():
     check(model, state, (*tokens, 1, 2))
 
 
+def test_a_replay_that_fails_breaks_the_state_and_nothing_else():
+    model, tokens = toy(5), text(12)
+    pool = pool_of(model, 4)
+    state, other = grown(model, pool, tokens), grown(model, pool, tokens[:5])
+    transaction = state.begin()
+    feed(model, (state, (1, 2)))
+    transaction.recordings[DELTA, "delta"].inputs = (np.zeros(2),) * 4
+    with pytest.raises(ValueError, match="unpack"):
+        transaction.commit(2)
+    with pytest.raises(StateError, match="closed"):
+        transaction.commit(0)
+    with pytest.raises(StateError, match="broken"):
+        state.fork()
+    state.release()
+    pool.check()
+    check(model, other, tokens[:5])
+
+
 def test_forks_draft_together():
     model, tokens = toy(5), text(13)
     pool = pool_of(model, 4)

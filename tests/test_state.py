@@ -67,7 +67,7 @@ class StateMachine(RuleBasedStateMachine):
                 close(next(rows), self.model.record(self.tokens[state])["hidden"], "hidden row")
 
     def may_be_full(self, batch) -> bool:
-        """Whether the pool lacks room for pages when every row copies its tail. Slots never lack: they are kept back."""
+        """Whether the pool lacks room for pages when every row copies its tail. Slots never lack."""
         size, needs = self.pool.layout.page_tokens, [0] * len(self.pool.stores)
         for state, tokens in batch:
             for unit, store in enumerate(self.pool.stores):

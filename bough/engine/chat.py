@@ -1,5 +1,6 @@
 """Chat: a conversation that keeps the token ids of its turns, so that a reply is never tokenised again."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ class Chat:
         self.params, self.options = params or engine.defaults, template_options
         self.template = ChatTemplate(engine.tokenizer)
         self.turns: tuple[Turn, ...] = ()
+        self.open: weakref.WeakSet[Reply] = weakref.WeakSet()  # replies on their way
 
     @property
     def messages(self) -> list[Message]:
@@ -58,7 +60,9 @@ class Chat:
         return reply.output
 
     def stream(self, text: str, params: SamplingParams | None = None) -> "Reply":
-        """Say something, and get the reply piece by piece. The turn counts once the reply has ended or is closed."""
+        """Say something, and get the reply piece by piece. The turn counts once it is read to its end, or closed."""
+        if self.open:
+            raise OptionError("the last reply of this chat is still open; read it to its end or close() it, or fork()")
         said: Message = {"role": "user", "content": text}
         messages = [*self.messages, said]
         if self.turns:
@@ -82,11 +86,16 @@ class Chat:
 
 
 class Reply:
-    """A reply on its way. Iterate over its pieces; `close()` stops it and keeps what was said until then."""
+    """A reply on its way. Iterate over its pieces; `close()` stops it and keeps what was said until then.
+
+    A reply that nobody holds any more is cancelled. One whose chat was taken back meanwhile does not become a turn.
+    """
 
     def __init__(self, chat: Chat, said: Message, prompt: Transcript, params: SamplingParams) -> None:
         self._chat, self._past, self._said, self._prompt = chat, chat.turns, said, prompt
         self.handle: Handle = chat.engine.submit(prompt.tokens, params)
+        weakref.finalize(self, self.handle.cancel)
+        chat.open.add(self)
 
     @property
     def output(self) -> Output:
@@ -100,6 +109,11 @@ class Reply:
             self.close()
 
     def close(self) -> None:
-        """Stop if it is still going, and make the turn part of the chat."""
+        """Stop if it is still going, and make the turn part of the chat. A second call does nothing."""
+        if self not in self._chat.open:
+            return
+        self._chat.open.discard(self)
         self.handle.cancel()
-        self._chat.turns = (*self._past, Turn(self._said, self._prompt, self.output))
+        turn = Turn(self._said, self._prompt, self.output)
+        if self._chat.turns is self._past:
+            self._chat.turns = (*self._past, turn)

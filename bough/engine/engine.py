@@ -1,14 +1,16 @@
 """Engine: a loaded model, the memory for its state, and the ways to ask it for text."""
 
+import operator
 import os
+import reprlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, SupportsIndex, cast, overload
+from typing import Any, overload
 
 import torch
 
-from bough.config import CacheConfig, SamplingParams
+from bough.config import CacheConfig, SamplingParams, is_int, require
 from bough.engine.chat import Chat
 from bough.engine.load import Loaded, load
 from bough.engine.loop import Loop
@@ -17,14 +19,14 @@ from bough.engine.request import Handle, Output, Piece, Request
 from bough.engine.runner import Runner
 from bough.engine.sampler import TokenCounts, resolve_seed
 from bough.engine.sequence import Sequence as Running
-from bough.errors import EmptyPrompt, OptionError, PoolFull, PromptTooLong, RequestError, TokenOutOfRange
+from bough.errors import BadPrompt, EmptyPrompt, OptionError, PoolFull, PromptTooLong, RequestError, TokenOutOfRange
 from bough.models.load import DTYPES
 from bough.models.weights import Progress
 from bough.state import capacity
 from bough.state.layout import Layout
 from bough.state.pool import Pool
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int]  # or an array or tensor of ints: whatever has tolist()
 MAX_RUNNING = 64
 
 
@@ -51,6 +53,9 @@ class Engine:
         )
         pool = self._pool(cache or CacheConfig(), _at_least_one("max_running", max_running))
         self.max_running = pool.max_running
+        self._longest = capacity.tokens_that_fit(
+            pool.layout, pool.slabs, self.step_tokens, self.max_running, self.context
+        )
         self._runner = Runner(self.model, pool)
         self._loop = Loop(self._runner, max_running=self.max_running, step_tokens=self.step_tokens)
 
@@ -67,7 +72,9 @@ class Engine:
         progress: Progress | None = None,
     ) -> "Engine":
         """Load a Hugging Face folder or a GGUF file. `progress` is told (tensors read, tensors in all)."""
-        loaded = load(Path(model).expanduser(), dtype=dtype, device=_device(device), progress=progress)
+        for name, value in (("context", context), ("max_running", max_running)):
+            _at_least_one(name, value)  # before the work of loading
+        loaded = load(Path(os.path.expanduser(model)), dtype=dtype, device=_device(device), progress=progress)
         return cls(loaded, cache=cache, context=context, max_running=max_running)
 
     def _pool(self, cache: CacheConfig, max_running: int | None) -> Pool:
@@ -85,7 +92,13 @@ class Engine:
         if max_running is None:  # slots for all that run are kept back, so leave room for pages
             room, some = nbytes, min(self.context, 4096)
             max_running = max(1, capacity.largest(MAX_RUNNING, lambda running: needed(1, some, running) <= room))
-        return Pool(layout, nbytes, device=self.model.device, max_running=max_running)
+        try:
+            return Pool(layout, nbytes, device=self.model.device, max_running=max_running)
+        except (RuntimeError, MemoryError):
+            raise PoolFull(
+                f"{nbytes:,} bytes for state cannot be had on {self.model.device};"
+                " ask for less (CacheConfig.device_bytes, or --cache-bytes)"
+            ) from None
 
     @overload
     def generate(self, prompt: str, params: SamplingParams | None = None) -> Output: ...
@@ -98,8 +111,9 @@ class Engine:
         self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None = None
     ) -> Output | list[Output]:
         """Continue a prompt (text or token ids), or several at once; waits for the end."""
-        one = _is_one(prompt)
-        prompts = cast(Sequence[Prompt], [prompt] if one else prompt)
+        listed = _listed(prompt)
+        one = isinstance(listed, str) or not (listed and _is_prompt(listed[0]))
+        prompts = [listed] if one else listed
         requests = [self._request(each, params) for each in prompts]  # refused before any is started
         handles = [self._start(request) for request in requests]
         try:
@@ -166,9 +180,10 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """The prompt as token ids, known to be ones the model can read."""
-        tokens = tuple(self.tokenize(prompt)) if isinstance(prompt, str) else tuple(map(_token, prompt))
+    def _tokens(self, prompt: object) -> tuple[int, ...]:
+        """The prompt as token ids, known to be ones the model can read and the memory can hold."""
+        listed = _listed(prompt)
+        tokens = tuple(self.tokenize(listed)) if isinstance(listed, str) else tuple(map(_token, listed))
         if not tokens:
             raise EmptyPrompt("the prompt is empty; give at least one token")
         wrong = next((token for token in tokens if not 0 <= token < self.model.vocab_size), None)
@@ -179,22 +194,21 @@ class Engine:
                 f"the prompt has {len(tokens)} tokens, the context {self.context}; shorten it"
                 + (f" or load with context={len(tokens)} or more" if len(tokens) <= self.model.context else "")
             )
+        if len(tokens) > self._longest:
+            raise PoolFull(
+                f"the prompt has {len(tokens)} tokens and the memory for state holds {self._longest};"
+                " shorten it or give the cache more memory (CacheConfig.device_bytes)"
+            )
         return tokens
 
-    def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
-        params = params or self.defaults
+    def _request(self, prompt: object, params: SamplingParams | None) -> Request:
+        params = self.defaults if params is None else params
+        require(isinstance(params, SamplingParams), "params", params, "SamplingParams")
         if params.stop and self.tokenizer is None:
             raise OptionError("stop strings need a tokenizer, and the model has none")
         return Request(self._tokens(prompt), params, resolve_seed(params))
 
     def _start(self, request: Request) -> Handle:
-        pool = self._runner.pool
-        longest = capacity.tokens_that_fit(pool.layout, pool.slabs, self.step_tokens, self.max_running, self.context)
-        if len(request.prompt) > longest:
-            raise PoolFull(
-                f"the prompt has {len(request.prompt)} tokens and the memory for state holds {longest};"
-                " shorten it or give the cache more memory (CacheConfig.device_bytes)"
-            )
         counts = TokenCounts.wanted_by(request.params, request.prompt, self.model.vocab_size, self.model.device)
         return self._loop.submit(
             Running(
@@ -207,20 +221,34 @@ class Engine:
         )
 
 
-def _is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is a single prompt: text, or a flat list of tokens (an empty list is an empty prompt)."""
-    return isinstance(prompt, str) or not prompt or not isinstance(prompt[0], str | Sequence)
+def _listed(prompt: object) -> str | Sequence[object]:
+    """Text as it is; tokens, or several prompts, as a sequence. Arrays and tensors become lists."""
+    if isinstance(prompt, bytes | bytearray | memoryview):
+        raise BadPrompt("a prompt is text or token ids, not bytes; decode them to text first")
+    if isinstance(prompt, Sequence):  # text is one too
+        return prompt
+    if hasattr(prompt, "tolist"):
+        return _listed(prompt.tolist())
+    raise BadPrompt(f"a prompt is text or a list of token ids, not {reprlib.repr(prompt)}")
 
 
-def _token(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TokenOutOfRange(f"{value!r} is not a token id; prompts are text or lists of ints")
-    return value.__index__()
+def _is_prompt(value: object) -> bool:
+    """Whether this is one of several prompts, rather than a token: arrays of no dimension are tokens."""
+    return isinstance(value.tolist() if hasattr(value, "tolist") else value, Sequence)
+
+
+def _token(value: Any) -> int:
+    try:
+        token = operator.index(value)
+    except TypeError:
+        token = None
+    if token is None or isinstance(value, bool):
+        raise TokenOutOfRange(f"{reprlib.repr(value)} is not a token id; prompts are text or lists of ints")
+    return token
 
 
 def _at_least_one(name: str, value: int | None) -> int | None:
-    if value is not None and value < 1:
-        raise OptionError(f"{name} is {value}; it must be at least 1")
+    require(value is None or is_int(value, 1), name, value, "a whole number, 1 or more")
     return value
 
 
@@ -239,4 +267,17 @@ def _spare_bytes(device: torch.device) -> int:
     """Memory that state may take by default: most of what is free on a GPU, a quarter of it on a shared machine."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * 0.8)
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    return _available_bytes() // 4
+
+
+def _available_bytes() -> int:
+    """Memory of this machine that others leave. Where it does not say: half of what it has, or 1 GiB."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (AttributeError, ValueError, OSError):
+        return 1 << 30

@@ -42,11 +42,6 @@ def load(
         tokenizer = Tokenizer.from_folder(path)
         suggestion = path / "generation_config.json"
         suggested = read_json(suggestion) if suggestion.exists() else {}
-    if tokenizer and tokenizer.vocab_size > model.vocab_size:
-        raise ModelError(
-            f"the tokenizer of {path} has {tokenizer.vocab_size} tokens, the model only {model.vocab_size};"
-            " take the tokenizer that belongs to the weights"
-        )
     try:
         ends, sampling = _end_tokens(suggested, model, tokenizer), _sampling(suggested)
     except (TypeError, ValueError, OptionError) as error:

@@ -9,15 +9,17 @@ from torch.profiler import ProfilerActivity, profile
 from bough.engine.runner import Runner
 from bough.state import capacity
 
+LONG_ROWS = 4  # attention takes rows one by one: a few of full length show the peak of any number
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:
     """What a reserve run found out."""
 
     weight_bytes: int
-    activation_bytes: int  # the most that one step of `step_tokens` tokens takes besides weights and state
+    activation_bytes: int  # the most that a step takes besides weights and state
     state_bytes: int  # the pool
-    step_tokens: int
+    step_tokens: int  # of the largest step that was measured
     longest: int  # tokens that a single sequence can reach
     sequences: dict[int, int]  # length → how many sequences of it fit at once
 
@@ -27,11 +29,13 @@ def reserve(runner: Runner, *, step_tokens: int, context: int, max_running: int)
     layout, slabs = runner.pool.layout, runner.pool.slabs
     longest = capacity.tokens_that_fit(layout, slabs, step_tokens, max_running, context)
     prompt = min(step_tokens, longest)
-    shapes = [([prompt], [longest - prompt]), ([1] * max_running, [0] * max_running)]
+    writing = min(step_tokens, max_running)
+    histories = [longest - 1 if row < LONG_ROWS else 0 for row in range(writing)]
+    shapes = [([prompt], [longest - prompt]), ([1] * writing, histories)]
     peak = max(peak_bytes(runner, counts, history) for counts, history in shapes)
     lengths = sorted({length for length in (1024, 4096, 16384, 65536, longest) if 0 < length <= longest})
     fits = {n: capacity.sequences_that_fit(layout, slabs, n, step_tokens, max_running) for n in lengths}
-    return Fit(runner.model.weight_bytes, peak, runner.pool.nbytes, step_tokens, longest, fits)
+    return Fit(runner.model.weight_bytes, peak, runner.pool.nbytes, max(prompt, writing), longest, fits)
 
 
 def peak_bytes(runner: Runner, counts: list[int], history: list[int]) -> int:

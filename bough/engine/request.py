@@ -90,14 +90,20 @@ class Handle:
         return self._output
 
     def __iter__(self) -> Iterator[Piece]:
-        """The pieces in order, once. Raises what ended the request, if it did not end well."""
-        while (piece := self._news.get()) is not None:
+        """The pieces that nobody has taken yet, in order. Raises what ended the request, if it did not end well."""
+        while (piece := self._next(None)) is not None:
             yield piece
         self.result()
 
     def next_piece(self, seconds: float) -> Piece | None:
         """The next piece, or None when the request has ended; raises queue.Empty when neither happens in time."""
-        return self._news.get(timeout=seconds)
+        return self._next(seconds)
+
+    def _next(self, seconds: float | None) -> Piece | None:
+        piece = self._news.get(timeout=seconds)
+        if piece is None:
+            self._news.put(None)  # the end stays in sight
+        return piece
 
     # The engine's side.
 

@@ -25,22 +25,12 @@ import torch
 from torch import Tensor
 
 from bough.config import SamplingParams
+from bough.errors import BadLogits
 
 # Rows are taken a few at a time, so that temporaries stay within some hundred megabytes whatever the batch.
 MAX_ELEMENTS = 1 << 22
 # Top-p without top-k looks at this many of the likeliest tokens before it sorts them all (on a CPU).
 NUCLEUS = 4096
-
-
-class BadLogits(RuntimeError):
-    """The logits of some rows hold a NaN, an infinity, or nothing but -inf. The other rows can be sampled again."""
-
-    def __init__(self, rows: list[int]) -> None:
-        super().__init__(
-            f"the model gave logits that are not finite in row {', '.join(map(str, rows))}; "
-            "its weights are damaged, or its activations overflow in this dtype (try bfloat16 or float32)"
-        )
-        self.rows = rows
 
 
 class TokenCounts:

@@ -73,6 +73,8 @@ class Sequence:
             reason = "length"
         if reason and not stopped:
             text += self._rest()
+            if self.stops and self.stops.stopped:
+                reason = "stop"
         self.text.append(text)
         self.handle.put(Piece(text, [token], [logprobs] if logprobs else []))
         return reason

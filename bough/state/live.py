@@ -242,7 +242,7 @@ class State:
         return self.points[length].slot if length in self.points else None
 
     def check(self) -> None:
-        if self.condition == "released":
+        if self.condition in ("released", "broken"):
             return
         page_tokens = self.pool.layout.page_tokens
         for index, run in self.runs.items() if self.condition != "in a transaction" else ():

@@ -46,32 +46,34 @@ class Transaction:
         fed = self.fed or 0
         if not 0 <= count <= fed:
             raise StateError(f"{count} tokens cannot be kept: {fed} were fed")
+        self._expect_recorded(count)
         state, pool = self.state, self.state.pool
-        if pool.slot_store is not None and count:
-            fields = pool.stores[pool.slot_store].unit.fields
-            lacking = [key for key in fields if self.recordings.get(key, Recording()).tokens < count]
-            if lacking:
-                raise StateError(
-                    f"the inputs of {len(lacking)} parts were not recorded, of layer {lacking[0][0]} first"
-                )
+        self.closed, state.transaction, state.condition = True, None, "broken"  # until all layers have moved on
+        if count and pool.slot_store is not None:
             self._replay(count)
-        elif self.target is not None:
+        else:
             pool.release(pool.slot_reference(self.target))
         state.length += count
         for index, run in state.runs.items():
             state.runs[index] = pool.trim(index, run, state.length)
-        self.closed, state.transaction, state.condition = True, None, "ready"
+        state.condition = "ready"
+
+    def _expect_recorded(self, count: int) -> None:
+        pool = self.state.pool
+        fields = {} if pool.slot_store is None else pool.stores[pool.slot_store].unit.fields
+        lacking = [key for key in fields if self.recordings.get(key, Recording()).tokens < count]
+        if lacking:
+            raise StateError(f"the inputs of {len(lacking)} parts were not recorded, of layer {lacking[0][0]} first")
 
     def _replay(self, count: int) -> None:
-        """Move the slot on by the first `count` recorded rows: in place, or into the slot that was set aside."""
+        """Move the slot on by the first `count` recorded rows, in place; a state without one gets the one set aside."""
         state, pool = self.state, self.state.pool
         assert pool.slot_store is not None
         store = pool.stores[pool.slot_store]
         if state.slot is None:
+            state.slot = self.target
             for part in store.parts.values():
-                part[self.target] = 0
-            state.slot, self.target = self.target, None
-        state.condition = "broken"  # until all layers have moved on
+                part[state.slot] = 0
         for key, recording in self.recordings.items():
             slot, kind = store.parts[key][state.slot], store.unit.fields[key].part
             assert isinstance(kind, SlotPart)

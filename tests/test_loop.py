@@ -1,0 +1,116 @@
+"""The engine's loop under stress: memory for fewer than are running, faults in any place, closing at any time."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from bough import CacheConfig, Engine, SamplingParams
+from bough.engine import loop
+from bough.errors import RequestError
+from bough.state import capacity
+
+GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+PROMPTS = [[3 + (7 * i + j) % 250 for j in range(40 + 5 * i)] for i in range(6)]
+
+
+@pytest.fixture(scope="module", params=["llama_folder", "hybrid_folder"])
+def folder(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    with Engine.load(folder, dtype="float32") as engine:
+        return [engine.generate(prompt, GREEDY).tokens for prompt in PROMPTS]
+
+
+def tight(folder, sequences: float) -> Engine:
+    """An engine with memory for so many of the longest requests, though six may run."""
+    with Engine.load(folder, dtype="float32", cache=CacheConfig(page_tokens=8), max_running=6) as roomy:
+        layout = roomy.layout
+    slabs = capacity.slabs(layout, 1, int(130 * sequences), 130, 6)
+    cache = CacheConfig(device_bytes=slabs * layout.slab_bytes, page_tokens=8)
+    return Engine.load(folder, dtype="float32", cache=cache, max_running=6)
+
+
+@pytest.mark.parametrize("sequences", [1, 1.5, 2.5])
+def test_more_requests_than_memory_all_end_right(folder, expected, sequences):
+    """Those that do not fit give their memory back and start over; nobody spins, nobody starves."""
+    with tight(folder, sequences) as engine:
+        assert [out.tokens for out in engine.generate(PROMPTS, GREEDY)] == expected
+        engine.check()
+
+
+def test_scores_are_not_doubled_by_starting_over(folder):
+    tokens = PROMPTS[5] * 4
+    with Engine.load(folder, dtype="float32") as engine:
+        alone = engine.score(tokens)
+    with tight(folder, 2.0) as engine:
+        engine._loop.step_tokens = 16
+        handles = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]
+        assert engine.score(tokens) == pytest.approx(alone, abs=1e-4)
+        for handle in handles:
+            handle.result()
+
+
+@pytest.mark.parametrize("place", ["sample", "plan"])
+def test_a_fault_in_any_place_ends_requests_and_leaves_nobody_waiting(llama_folder, monkeypatch, place):
+    def fault(*_):
+        raise ValueError("broken on purpose")
+
+    engine = Engine.load(llama_folder, dtype="float32")
+    monkeypatch.setattr(loop, place, fault)
+    if place == "plan":  # outside of what is guarded: the loop ends, and says so
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with pytest.raises(ValueError, match="on purpose"):
+        engine.generate("the fox", GREEDY)
+    monkeypatch.undo()
+    if place == "sample":
+        assert len(engine.generate("the fox", GREEDY).tokens) == 60
+    else:
+        with pytest.raises(RequestError, match="closed"):
+            engine.generate("the fox", GREEDY)
+    engine.close()
+
+
+def test_closing_while_others_submit(llama_folder):
+    """Whoever got in before the end gets an end; whoever comes after is refused."""
+    for _ in range(5):
+        engine = Engine.load(llama_folder, dtype="float32")
+        ended: list[str] = []
+
+        def ask(engine=engine, ended=ended):
+            for _ in range(50):
+                try:
+                    ended.append(engine.submit("the fox", GREEDY).result().finish_reason)
+                except RequestError:
+                    ended.append("refused")
+                    return
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        engine.close()
+        for thread in threads:
+            thread.join(timeout=60)
+            assert not thread.is_alive(), "a request never ended"
+        assert set(ended) <= {"length", "cancelled", "refused"}
+
+
+def test_a_handle_can_be_read_twice(llama_folder):
+    with Engine.load(llama_folder, dtype="float32") as engine:
+        handle = engine.submit("the fox", GREEDY)
+        assert len(list(handle)) == 60
+        assert list(handle) == []
+
+
+def test_leaving_without_closing(llama_folder):
+    script = (
+        "from bough import Engine, SamplingParams\n"
+        f"engine = Engine.load({str(llama_folder)!r})\n"
+        "next(iter(engine.submit('the fox', SamplingParams(max_tokens=400, ignore_eos=True))))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
