@@ -112,7 +112,7 @@ def run(
         "seed": seed,
         "stop": tuple(stop) if stop else None,
     }
-    asked = {name: value for name, value in given.items() if value is not None}
+    asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     SamplingParams(**asked)  # a mistake is told before the model is loaded
     prompts = prompts or _piped(model)
     with _load(model, device, dtype, context, cache_bytes) as engine:
@@ -168,7 +168,7 @@ def version() -> None:
 
 
 def _piped(model: str | None) -> list[str] | None:
-    """What to continue when no prompt was given: standard input, unless it is a terminal or the story is wanted."""
+    """The prompt when none was given: standard input. None at a terminal; and if empty, for the model in the box."""
     if sys.stdin is not None and sys.stdin.isatty():
         return None
     try:
@@ -185,9 +185,7 @@ def _piped(model: str | None) -> list[str] | None:
 
 
 @contextmanager
-def _load(
-    model: str | None, device: str, dtype: str, context: int | None, cache_bytes: str | None
-) -> Iterator[Engine]:
+def _load(model: str | None, device: str, dtype: str, context: int | None, cache_bytes: str | None) -> Iterator[Engine]:
     cache = CacheConfig(device_bytes=_parse_bytes(cache_bytes)) if cache_bytes else None
     path = BUNDLED if model in (None, BUNDLED.name) else Path(os.path.expanduser(str(model)))
     if not os.path.exists(path):
@@ -217,6 +215,10 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
 def _start(engine: Engine, text: str, system: str | None, chats: bool, params: SamplingParams) -> Handle | Reply:
     if chats:
         return engine.chat(system).stream(text, params)
+    return _submit(engine, text, params)
+
+
+def _submit(engine: Engine, text: str, params: SamplingParams) -> Handle:
     return engine.submit(_tokens(text) if engine.tokenizer is None else text, params)
 
 
@@ -299,7 +301,7 @@ def _talk(engine: Engine, system: str | None, chats: bool, params: SamplingParam
             continue
         try:
             if chat is None:
-                _answer([_start(engine, text, None, False, params)], stats)
+                _print_pieces(_submit(engine, text, params), stats)
             else:
                 with closing(chat.stream(text, params)) as reply:
                     _print_pieces(reply.handle, stats)
