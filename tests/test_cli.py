@@ -1,21 +1,25 @@
 """The command line, as a shell sees it: what goes to stdout, what to stderr, and the exit code."""
 
+import json
+import math
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from click.testing import Result
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from bough import Engine, SamplingParams, __version__
-from bough.cli import app
+from bough.cli import OPENING, app
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--dtype", "float32"]
 
 
-def bough(*arguments, stdin: str = "") -> Result:
+def bough(*arguments, stdin: str | bytes = "") -> Result:
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(each) for each in arguments], input=stdin)
 
 
@@ -79,7 +83,12 @@ def test_show(hybrid_folder):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run", "/nowhere", "x"], "/nowhere"),
+        (["run", "/nowhere", "x"], "bundled"),
+        (["run", "~nobody-of-this-name/x", "x"], "~nobody-of-this-name/x is not there"),
+        (["run", "/nowhere", "x", "--temperature", "-1"], "temperature"),  # before anything is looked for
+        (["run", "{model}"], "standard input is empty"),
+        (["run", "{model}", "x", "--cache-bytes", "7000000T"], "device_bytes"),
+        (["run", "{model}", "x", "--cache-bytes", "7000T"], "cannot be had"),
         (["run", "{model}", "", "--raw"], "empty"),
         (["run", "{model}", "the " * 600, "--raw"], "shorten"),
         (["run", "{model}", "x", "--temperature", "-1"], "temperature"),
@@ -120,26 +129,100 @@ def test_reader_that_leaves_early(llama_folder):
     assert "Traceback" not in done.stderr
 
 
-def test_interrupt_stops_cleanly(llama_folder):
-    command = [
-        sys.executable,
-        "-m",
-        "bough",
-        "run",
-        str(llama_folder),
-        "the",
-        "--raw",
-        "--max-tokens",
-        "480",
-        "--temperature",
-        "5",
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    began = time.monotonic()
+def writing(folder: Path) -> subprocess.Popen[str]:
+    """A process that says when it has begun, and then has 480 tokens to write."""
+    start = "import sys, bough.__main__ as it; sys.stdout.write('.'); sys.stdout.flush(); it.main()"
+    arguments = ["run", str(folder), "the", "--raw", "--max-tokens", "480", "--temperature", "5"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", start, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.read(1) == "."
+    return process
+
+
+@pytest.mark.parametrize("signals", [1, 2, 5])
+@pytest.mark.parametrize("after", [0.05, 0.3, 1.0, None], ids=str)  # seconds; None: once it has written something
+def test_interrupt_stops_cleanly(llama_folder, after, signals):
+    process = writing(llama_folder)
+    if after is None:
+        assert process.stdout is not None
+        process.stdout.read(1)
+    else:
+        time.sleep(after)
+    for _ in range(signals):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.01)
     _, errors = process.communicate(timeout=60)
-    assert time.monotonic() - began < 60
-    assert "Traceback" not in errors
+    assert errors == ""
     assert process.returncode in (0, 130)  # 0: it had ended before the signal came
+
+
+def test_the_model_in_the_box():
+    params = ["--temperature", "0", "--max-tokens", "4"]
+    named = bough("run", "bundled", "The old king", *params)
+    assert named.exit_code == 0 and named.stdout.strip(), named.stderr
+    assert bough("run", *params, stdin="The old king").stdout == named.stdout
+    for nothing in ("", "\n"):
+        story = bough("run", *params, stdin=nothing)
+        assert story.stdout.startswith(OPENING) and "4 written" in story.stderr
+
+
+def test_input_that_is_not_text(llama_folder):
+    done = bough("run", llama_folder, stdin=b"the \xff\xfe fox")
+    assert done.exit_code == 1 and done.stderr.startswith("error: ") and "UTF-8" in done.stderr and "4" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("redirection", "said"),
+    [
+        ("<&-", "standard input is empty"),
+        ("0> /dev/null", "standard input cannot be read"),
+        ("x >&-", "output is closed"),
+    ],
+)
+def test_closed_and_odd_streams(llama_folder, redirection, said):
+    command = f"{sys.executable} -m bough run {llama_folder} {redirection}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk(llama_folder):
+    command = f"{sys.executable} -m bough run {llama_folder} x --raw > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and "space" in done.stderr and done.stderr.count("\n") == 1
+
+
+def damaged(folder: Path, target: Path, how: str) -> Path:
+    """A copy of a model folder, with something wrong."""
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    config, weights = target / "config.json", target / "model.safetensors"
+    if how == "architecture":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "abacus"}))
+    elif how == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif how == "nan":
+        tensors = load_file(weights)
+        tensors["model.norm.weight"].fill_(math.nan)
+        save_file(tensors, weights, {"format": "pt"})
+    elif how == "no tokenizer":
+        (target / "tokenizer.json").unlink()
+    return target
+
+
+@pytest.mark.parametrize(
+    ("how", "prompt", "said"),
+    [
+        ("architecture", "the", "'abacus'; Bough runs"),
+        ("truncated", "the", "model.safetensors"),
+        ("nan", "the", "not finite"),
+        ("no tokenizer", "5 300", "token 300 is not in the vocabulary"),
+    ],
+)
+def test_damaged_models(llama_folder, tmp_path, how, prompt, said):
+    done = bough("run", damaged(llama_folder, tmp_path, how), prompt)
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: ") and said in done.stderr and "Traceback" not in done.stderr

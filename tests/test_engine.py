@@ -1,12 +1,15 @@
 """The engine as its users see it: generate, stream, score, chat, limits, cancellation, memory."""
 
+import gc
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 from bough import CacheConfig, Engine, SamplingParams
 from bough.errors import (
+    BadPrompt,
     EmptyPrompt,
     ModelError,
     OptionError,
@@ -319,3 +322,193 @@ def test_a_wrong_generation_config_is_a_clear_error(llama_folder, tmp_path, wron
     (tmp_path / "generation_config.json").write_text(wrong)
     with pytest.raises(ModelError, match="generation_config"):
         Engine.load(tmp_path)
+
+
+@pytest.mark.parametrize("prompt", [b"the", bytearray(b"the"), memoryview(b"the"), None, 5, 1.5, {}, {1}, np.array(5)])
+def test_what_is_no_prompt(engine, prompt):
+    for ask in (engine.generate, engine.submit, engine.score):
+        with pytest.raises(BadPrompt, match="token ids"):
+            ask(prompt)
+    with pytest.raises(BadPrompt):
+        engine.generate(["the", prompt], GREEDY)
+
+
+@pytest.mark.parametrize("tokens", [[True], [5, None], [5, "the"], [np.float32(5)], [[5]], [np.True_]])
+def test_what_is_no_token(engine, tokens):
+    with pytest.raises(TokenOutOfRange, match="not a token id"):
+        engine.submit(tokens, GREEDY)
+
+
+def test_arrays_and_tensors_are_prompts(engine):
+    expected = engine.generate([5, 6, 7], GREEDY).tokens
+    several = [5, 6, 7], np.array([5, 6, 7]), torch.tensor([5, 6, 7], dtype=torch.int32), (5, 6, 7), range(5, 8)
+    for one in (*several, [np.int64(5), 6, torch.tensor(7)]):
+        assert engine.generate(one, GREEDY).tokens == expected
+    for prompts in (several, np.array([[5, 6, 7]] * 2), [torch.tensor([5, 6, 7])]):
+        assert [out.tokens for out in engine.generate(prompts, GREEDY)] == [expected] * len(prompts)
+    assert len(engine.generate([torch.tensor([5])], GREEDY)) == 1  # one prompt of one token, in a list
+    assert engine.generate(["the", np.array([5, 6, 7])], GREEDY)[1].tokens == expected
+    with pytest.raises(EmptyPrompt):
+        engine.generate(np.array([], dtype=np.int64), GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "wrong"),
+    [
+        (SamplingParams, "max_tokens", ["5", 5.0, True, None, -1]),
+        (SamplingParams, "temperature", ["hot", True, None, -0.5, float("nan"), float("inf"), 10**400]),
+        (SamplingParams, "top_k", [2.5, "2", False, -1]),
+        (SamplingParams, "top_p", ["1", 0, 1.5, None]),
+        (SamplingParams, "min_p", ["0", -0.1, 1.5, [0]]),
+        (SamplingParams, "repetition_penalty", ["1", 0, float("inf")]),
+        (SamplingParams, "presence_penalty", ["1", float("nan"), None]),
+        (SamplingParams, "frequency_penalty", [True, float("-inf")]),
+        (SamplingParams, "seed", [1.0, "1", True, -1, 2**63]),
+        (SamplingParams, "stop", [5, None, [""], "", [b"x"], ["x", 5], b"x"]),
+        (SamplingParams, "logprobs", [True, 2.0, -1, 65]),
+        (SamplingParams, "ignore_eos", [1, "yes", None]),
+        (CacheConfig, "device_bytes", ["2G", 1e9, True, 0, 2**63]),
+        (CacheConfig, "page_tokens", [16.0, "16", 0, True]),
+        (CacheConfig, "dtype", [None, 5, "int4", torch.float32]),
+    ],
+)
+def test_wrong_options_are_named(kind, name, wrong):
+    for value in wrong:
+        with pytest.raises(OptionError, match=name):
+            kind(**{name: value})
+
+
+def test_wrong_types_of_engine_options(llama_folder, tmp_path):
+    for name in ("context", "max_running"):
+        for value in ("5", 5.0, True, 0):
+            with pytest.raises(OptionError, match=name):
+                Engine.load(llama_folder, **{name: value})
+            with pytest.raises(OptionError, match=name):
+                Engine.load(tmp_path / "nothing is read yet", **{name: value})
+
+
+def test_params_of_another_type(engine):
+    with pytest.raises(OptionError, match="SamplingParams"):
+        engine.generate("the", {"max_tokens": 5})
+
+
+def test_nothing_starts_when_one_prompt_is_refused(llama_folder, monkeypatch):
+    with Engine.load(llama_folder, dtype="float32", cache=CacheConfig(device_bytes=200_000)) as small:
+        started = []
+        monkeypatch.setattr(small._loop, "submit", started.append)
+        for refused, error in (([5] * 500, PoolFull), ([5] * 513, PromptTooLong), ("", EmptyPrompt)):
+            with pytest.raises(error):
+                small.generate(["the", refused], GREEDY)
+        with pytest.raises(PoolFull):
+            small.score([5] * 500)
+        assert started == []
+
+
+def test_memory_that_cannot_be_had(llama_folder):
+    with pytest.raises(PoolFull, match="cannot be had"):
+        Engine.load(llama_folder, cache=CacheConfig(device_bytes=2**62))
+
+
+def test_memory_for_state_where_the_system_does_not_tell(llama_folder, monkeypatch):
+    from bough.engine import engine as module
+
+    class NoFile:
+        def __init__(self, name):
+            pass
+
+        def read_text(self):
+            raise FileNotFoundError
+
+    assert module._available_bytes() > 1 << 20
+    monkeypatch.setattr(module, "Path", NoFile)
+    assert module._available_bytes() > 1 << 20
+
+    def sysconf(name):
+        raise ValueError("unrecognized configuration name")
+
+    monkeypatch.setattr(module.os, "sysconf", sysconf)
+    assert module._available_bytes() == 1 << 30
+
+
+def test_a_home_that_is_not_there():
+    with pytest.raises(ModelError, match="~nobody-of-this-name/x is not there"):
+        Engine.load("~nobody-of-this-name/x")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(llama_folder, tmp_path):
+    """As Gemma 3 has it. What the model cannot read is refused when it is asked for."""
+    from tokenizers import Tokenizer
+
+    for file in llama_folder.iterdir():
+        if file.name != "tokenizer.json":
+            (tmp_path / file.name).symlink_to(file)
+    core = Tokenizer.from_file(str(llama_folder / "tokenizer.json"))
+    core.add_tokens(["<image>"])
+    core.save(str(tmp_path / "tokenizer.json"))
+    with Engine.load(tmp_path, dtype="float32") as engine:
+        assert len(engine.generate("the fox", GREEDY).tokens) == 24
+        with pytest.raises(TokenOutOfRange, match="300"):
+            engine.generate("the <image>", GREEDY)
+
+
+def test_prefilled_grows_to_the_prompt(engine, monkeypatch):
+    monkeypatch.setattr(engine._loop, "step_tokens", 32)
+    submitted, seen = threading.Event(), []
+    forward = type(engine._runner).forward
+
+    def watched(runner, batch, wanted):
+        submitted.wait()
+        seen.append(handle.prefilled)
+        return forward(runner, batch, wanted)
+
+    monkeypatch.setattr(type(engine._runner), "forward", watched)
+    handle = engine.submit([5] * 100, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
+    submitted.set()
+    handle.result()
+    assert seen == [0, 32, 64, 96]
+    assert handle.prefilled == 100
+
+
+def test_a_reply_is_closed_once(engine):
+    chat = engine.chat()
+    reply = chat.stream("one", GREEDY)
+    with pytest.raises(OptionError, match="still open"):
+        chat.stream("two", GREEDY)
+    next(iter(reply))
+    reply.close()
+    turns = chat.turns
+    assert len(turns) == 1
+    reply.close()
+    assert chat.turns is turns
+    chat.send("two", GREEDY)
+    reply.close()
+    assert len(chat.turns) == 2
+
+
+def test_a_reply_does_not_undo_a_rewind(engine):
+    chat = engine.chat()
+    chat.send("one", GREEDY)
+    reply = chat.stream("two", GREEDY)
+    chat.rewind()
+    reply.close()
+    assert chat.turns == ()
+    assert len(chat.send("three", GREEDY).tokens) == 24
+
+
+def test_a_reply_that_nobody_holds_is_cancelled(engine):
+    chat = engine.chat()
+    reply = chat.stream("one", SamplingParams(max_tokens=400, temperature=0, ignore_eos=True))
+    handle = reply.handle
+    del reply
+    gc.collect()
+    assert handle.result().finish_reason == "cancelled"
+    assert chat.turns == ()
+    chat.send("two", GREEDY)
+    assert len(chat.turns) == 1
+
+
+def test_reserve_tells_the_step_it_measured(hybrid_folder):
+    with Engine.load(hybrid_folder, dtype="float32", context=96, max_running=3) as engine:
+        assert engine.reserve().step_tokens == 96
+    with Engine.load(hybrid_folder, dtype="float32") as engine:
+        assert engine.reserve().step_tokens == 512
