@@ -16,7 +16,7 @@ endif
 .PHONY: run test test-long check format bench setup
 
 run: $(SETUP)  ## make run ARGS='MODEL "a prompt"'; without ARGS, a demo
-	@$(PYTHON) -m bough run $(ARGS)
+	@$(PYTHON) -m bough run $(ARGS) $(if $(ARGS),,</dev/null)
 
 test: $(SETUP)
 	$(PYTEST) -m "$(MARKS)"
