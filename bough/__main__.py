@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-INTERRUPTED = 130  # what a shell expects of a program stopped by Ctrl-C
+INTERRUPTED = 128 + signal.SIGINT  # what a shell expects of a program stopped by Ctrl-C
 
 
 def main() -> None:

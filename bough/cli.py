@@ -18,7 +18,6 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from bough import BoughError, CacheConfig, Engine, SamplingParams, __version__
-from bough.__main__ import INTERRUPTED
 from bough.engine.chat import Chat, Reply
 from bough.engine.request import Handle, Output
 from bough.errors import BadPrompt, EmptyPrompt, ModelError, OptionError, RequestError
@@ -33,6 +32,7 @@ app = typer.Typer(
 )
 notes = Console(stderr=True, highlight=False)
 BUNDLED = Path(__file__).parent / "bundled"  # a small model that writes stories, and the name it goes by
+INTERRUPTED = 128 + signal.SIGINT  # what a shell expects of a program stopped by Ctrl-C
 OPENING = "Once upon a time, in a small village by the sea,"
 
 Model = Annotated[
