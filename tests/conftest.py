@@ -33,11 +33,18 @@ def add_tokenizer(folder: Path, template: str | None = CHATML) -> int:
     return core.get_vocab_size()
 
 
+@pytest.fixture(autouse=True)
+def same_weights_every_time():
+    """transformers draws the weights of a new model from torch's own generator."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory) -> Path:
     """A Llama with a tokenizer and a chat template."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("llama")
     vocab = add_tokenizer(folder)
     config = LlamaConfig(
@@ -52,6 +59,7 @@ def hybrid_folder(tmp_path_factory) -> Path:
     """A Qwen3.5 (gated delta and full attention) with a tokenizer and a chat template."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("hybrid")
     vocab = add_tokenizer(folder)
     config = Qwen3_5TextConfig(
@@ -63,7 +71,6 @@ def hybrid_folder(tmp_path_factory) -> Path:
 
 
 def _save(model: torch.nn.Module, folder: Path) -> Path:
-    torch.manual_seed(0)
     randomise(model, spread=0.2)
     model.save_pretrained(folder)  # type: ignore[operator]
     return folder
