@@ -5,6 +5,7 @@ fork, so that asking changes nothing), and they must be those of a from-scratch 
 makes prefixes come back, so that the reference, remembered by prefix, is not the slow part.
 """
 
+from contextlib import suppress
 from functools import cache
 from random import Random
 
@@ -17,6 +18,7 @@ from bough.errors import StateError
 from bough.models.load import load_model
 from bough.state.live import State
 from bough.state.reservation import forward
+from bough.state.snapshot import merge
 
 SMALL = {
     "vocab_size": 64,
@@ -78,8 +80,9 @@ class Walk:
             return self.model.logits(self.model(step))
 
     def step(self) -> None:
-        action = self.dice.choice([self.extend, self.extend, self.fork, self.rewind, self.snapshot, self.restore,
-                                   self.draft, self.draft, self.release])  # fmt: skip
+        actions = [self.extend, self.extend, self.fork, self.rewind, self.snapshot, self.split, self.join, self.restore,
+                   self.restore, self.draft, self.draft, self.cancel, self.release]  # fmt: skip
+        action = self.dice.choice(actions)
         for state in action():
             self.probe(state)
         self.pool.check()
@@ -133,19 +136,63 @@ class Walk:
         taken = state.snapshot(self.dice.choice([0, end // 2]), end)
         if taken is not None:
             self.snapshots.append((taken, self.tokens[state][:end]))
-        if len(self.snapshots) > 8:
+        while len(self.snapshots) > 8:
             self.snapshots.pop(0)[0].close()
         return []
 
+    def split(self) -> list[State]:
+        if self.snapshots:
+            snapshot, tokens = self.snapshots.pop(self.dice.randrange(len(self.snapshots)))
+            at = self.dice.randint(snapshot.start, snapshot.end)
+            for half in snapshot.split(at):
+                if half is not None:
+                    self.snapshots.append((half, tokens[: half.end]))
+        return []
+
+    def followers(self, snapshot, tokens) -> list[tuple]:
+        return [each for each in self.snapshots if each[0].start == snapshot.end and each[1][: snapshot.end] == tokens]
+
+    def join(self) -> list[State]:
+        for left, tokens in self.snapshots:
+            for right, longer in self.followers(left, tokens):
+                self.snapshots = [each for each in self.snapshots if each[0] not in (left, right)]
+                self.snapshots.append((merge(left, right), longer))
+                return []
+        return []
+
     def restore(self) -> list[State]:
+        """Along a path of one or more snapshots, under any state that shares the tokens before it."""
         if not self.snapshots:
             return []
         snapshot, tokens = self.dice.choice(self.snapshots)
+        path = [snapshot]
+        while following := self.followers(path[-1], tokens):
+            snapshot, tokens = self.dice.choice(following)
+            path.append(snapshot)
         for state, held in self.tokens.items():
-            if held[: snapshot.start] == tokens[: snapshot.start] and snapshot.resumes:
-                state.restore([snapshot], snapshot.end)
-                self.tokens[state] = list(tokens)
+            if held[: path[0].start] == tokens[: path[0].start]:
+                try:
+                    state.restore(path, path[-1].end)
+                    self.tokens[state] = list(tokens)
+                except StateError:  # others of the path may have what the last one lacks, but need not
+                    assert not path[-1].resumes
                 return [state]
+        return []
+
+    def cancel(self) -> list[State]:
+        """A forward that breaks off: in a transaction nothing is lost; otherwise a slot written in place is."""
+        state, drafts = self.dice.choice(list(self.tokens)), self.dice.random() < 0.5
+        transaction = state.begin() if drafts else None
+        with suppress(InterruptedError), forward(self.pool, [(state, self.some(1, 5))]) as step:
+            self.model(step)
+            raise InterruptedError
+        if transaction is not None:
+            transaction.commit(0)
+        if state.condition == "ready":
+            return [state]
+        state.release()
+        del self.tokens[state]
+        self.tokens[State(self.pool)] = []
         return []
 
     def draft(self) -> list[State]:
