@@ -1,22 +1,11 @@
 """What a caller can set: how to sample, and how much memory state may take."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
 
 from bough.errors import OptionError
 
-Options = TypeVar("Options")
 LARGEST = 3.4e38  # in float32, which is what the sampler computes in
-
-
-def from_options(kind: type[Options], options: dict[str, Any]) -> Options:
-    """Build a dataclass of options from a dict; a name it does not have is an error that lists those it has."""
-    known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise OptionError(f"unknown option {', '.join(unknown)}; {kind.__name__} has {', '.join(known)}")
-    return kind(**options)
 
 
 def is_int(value: object, low: int, high: float = float("inf")) -> bool:

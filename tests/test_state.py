@@ -53,12 +53,9 @@ class StateMachine(RuleBasedStateMachine):
         self.feed([(state, text(length)) for state in self.tokens])
 
     def batch(self, dice: Random) -> list[tuple[State, tuple[int, ...]]]:
-        """Some states in some order, with some or no tokens for each.
-
-        A state of 200 tokens gets no more: over many hundreds, rounding alone adds up to the tolerance.
-        """
+        """Some states in some order, with some or no tokens for each."""
         states = dice.sample(list(self.tokens), dice.randint(1, len(self.tokens)))
-        return [(state, some_tokens(dice) if state.length < 200 else ()) for state in states]
+        return [(state, some_tokens(dice)) for state in states]
 
     def feed(self, batch) -> None:
         with forward(self.pool, batch) as step:
@@ -136,8 +133,7 @@ class StateMachine(RuleBasedStateMachine):
     def fork(self, dice):
         """Once or more, and let the forks and the state itself go on in one step."""
         state = dice.choice(list(self.tokens))
-        most = None if state.length < 200 else 0
-        batch = [(state, some_tokens(dice)[:most])]
+        batch = [(state, some_tokens(dice))]
         for _ in range(dice.randint(1, 3)):
             before = dump(self.pool)
             if len(self.tokens) == self.pool.max_running:
@@ -149,7 +145,7 @@ class StateMachine(RuleBasedStateMachine):
             after = dump(self.pool)
             assert after[0] == before[0], "bytes were written"
             assert [books["used"] for books in after[1]] == [books["used"] for books in before[1]]
-            batch.append((fork, some_tokens(dice)[:most]))
+            batch.append((fork, some_tokens(dice)))
         self.holds()
         try:
             self.feed(dice.sample(batch, len(batch)))
