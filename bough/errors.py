@@ -12,6 +12,7 @@
     │   ├── TemplateError     a chat template is missing or broken
     │   └── OptionError       an unknown or impossible option
     ├── PoolFull              memory for state is used up; nothing was changed
+    ├── DiskUnavailable       a disk cache cannot be used; everything works without it
     ├── BadLogits             the model computed something that is not a number
     └── StateError            a state was used in a way its kinds do not allow
 
@@ -65,6 +66,14 @@ class OptionError(RequestError):
 
 class PoolFull(BoughError):
     """The memory for state is used up; nothing was changed."""
+
+    def __init__(self, message: str, needs: list[int] | None = None) -> None:
+        super().__init__(message)
+        self.needs = needs  # entries of each unit that could not be lent, if that was it
+
+
+class DiskUnavailable(BoughError):
+    """The folder of a disk cache cannot be used, or is in use. Everything works without it, but for the disk tier."""
 
 
 class BadLogits(BoughError):

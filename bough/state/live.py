@@ -1,12 +1,15 @@
 """State: what one sequence remembers, across all layers.
 
 A state is a length, for each page group the run of pages that hold what its reach asks for, and at most one slot; and
-points: lengths before it at which a forward was asked to save what it takes to resume there. It owns references, not
-memory. It changes only when a step finishes (reservation.py), so a forward that fails leaves it as it was — unless it
-wrote the slot in place: then the state is broken, and can only be released.
+points: lengths before it at which a forward was asked to save what it takes to resume there. Groups whose reach is all
+may be ahead of it: a state restored to a resume point keeps the entries of tokens up to `known` that were read before,
+and the forwards over these tokens write windows and slots alone. It owns references, not memory. It changes only when a
+step finishes (reservation.py), so a forward that fails leaves it as it was, unless it wrote the slot in place: then
+the state is broken, and can only be released.
 
 Invariants (`check()` asserts them):
-- A run is the pages from that of the earliest token within reach to that of the last token.
+- A run is the pages from that of the earliest token within reach to that of the last token (or the last known one).
+- known is at least the length, and is the length in a transaction.
 - All pages of a run but the last are full; the last one's fill mark is at least what the state has in it.
 - There is a slot exactly when the model has slot kinds and the length is above 0.
 - Points lie at lengths in (0, length].
@@ -31,6 +34,7 @@ class State:
             raise PoolFull(f"{pool.max_running} sequences are running already; wait for one or raise max_running")
         self.pool = pool
         self.length = 0
+        self.known = 0
         self.runs = dict.fromkeys(pool.page_stores, EMPTY)
         self.slot: int | None = None
         self.points: dict[int, Snapshot] = {}  # of empty edges, by length
@@ -44,6 +48,12 @@ class State:
             yield index, run.ids
         yield from self.pool.slot_reference(self.slot)
         yield from self.pool.slot_reference(self.target)
+
+    def moved(self, unit: int, where: Ids) -> None:
+        if unit == self.pool.slot_store:
+            self.slot = None if self.slot is None else int(where[self.slot])
+        else:
+            self.runs[unit] = self.runs[unit].moved(where)
 
     @property
     def target(self) -> int | None:
@@ -63,6 +73,10 @@ class State:
         self.pool.release(self.pool.slot_reference(self.slot))
         self.slot = slot
 
+    def filled(self, unit: int) -> int:
+        """How many tokens have their entries in a page group."""
+        return self.known if self.pool.stores[unit].unit.reach is None else self.length
+
     def expect_ready(self) -> None:
         if self.condition != "ready":
             remedy = "release it and start again" if self.condition == "broken" else "only a ready one can be used"
@@ -71,7 +85,7 @@ class State:
     def can_resume(self, length: int) -> bool:
         """Whether `rewind(length)` and `fork(length)` would succeed."""
         self.expect_ready()
-        return not isinstance(self._resolve((), length), str)
+        return not isinstance(self._resolve((), length, length), str)
 
     def fork(self, length: int | None = None) -> "State":
         """A second state that shares everything up to `length`, points too; nothing is copied until one writes."""
@@ -89,16 +103,18 @@ class State:
         """Forget all tokens from `length` on. Raises StateError, and changes nothing, where a kind cannot."""
         self.restore((), length)
 
-    def restore(self, path: Sequence[Snapshot], length: int) -> None:
+    def restore(self, path: Sequence[Snapshot], length: int, known: int | None = None) -> None:
         """Be at `length` on the tokens of `path`, which must follow each other from within this state on.
 
         What the state has from the start of the path on is replaced. The path may end past `length`, as long as each
-        kind can resume there. Raises StateError, and changes nothing, where one cannot or the path has a gap.
+        kind can resume there; entries of the tokens up to `known` are kept then, where the reach is all, for a caller
+        who will feed exactly these tokens. Raises StateError, and changes nothing, where that cannot be or the path has
+        a gap.
         """
         self.expect_ready()
-        runs, slot = self._expect_resolved(path, length)
+        runs, slot = self._expect_resolved(path, length, length if known is None else known)
         own = min(length, path[0].start if path else self.length)
-        self._become(length, runs, slot)
+        self._become(length, runs, slot, known)
         for at in [at for at in self.points if at > own]:
             self.forget(at)
 
@@ -154,6 +170,8 @@ class State:
     def begin(self) -> Transaction:
         """Open a transaction: the next forward over this state can be kept in part, or forgotten."""
         self.expect_ready()
+        if self.known > self.length:
+            raise StateError(f"the entries of [{self.length}, {self.known}) are known; feed these tokens first")
         self.transaction = Transaction(self)
         self.condition = "in a transaction"
         return self.transaction
@@ -173,28 +191,30 @@ class State:
         self.pool.unregister(self)
         self.pool.states.remove(self)
 
-    def _become(self, length: int, runs: dict[int, Run], slot: int | None) -> None:
+    def _become(self, length: int, runs: dict[int, Run], slot: int | None, known: int | None = None) -> None:
         """Refer to these pages and this slot instead of the present ones."""
         for index, run in runs.items():
             self.pool.stores[index].share(run.ids)
         self.pool.share(self.pool.slot_reference(slot))
         self.pool.release(self.references())
-        self.length, self.runs, self.slot = length, runs, slot
+        self.length, self.known, self.runs, self.slot = length, length if known is None else known, runs, slot
 
-    def _expect_resolved(self, path: Sequence[Snapshot], length: int) -> tuple[dict[int, Run], int | None]:
-        found = self._resolve(path, length)
+    def _expect_resolved(
+        self, path: Sequence[Snapshot], length: int, known: int | None = None
+    ) -> tuple[dict[int, Run], int | None]:
+        found = self._resolve(path, length, length if known is None else known)
         if isinstance(found, str):
             raise StateError(found)
         return found
 
-    def _resolve(self, path: Sequence[Snapshot], length: int) -> tuple[dict[int, Run], int | None] | str:
+    def _resolve(self, path: Sequence[Snapshot], length: int, known: int) -> tuple[dict[int, Run], int | None] | str:
         """The pages and the slot of `length` along the path, or why it cannot be resumed at. Changes nothing."""
-        if fault := self._path_fault(path, length):
+        if fault := self._path_fault(path, length, known):
             return fault
         runs = {}
         for index in self.pool.page_stores:
             unit = self.pool.stores[index].unit
-            run = self._assemble(index, path, unit.earliest(length), length)
+            run = self._assemble(index, path, unit.earliest(length), known if unit.reach is None else length)
             if run is None:
                 return f"length {length} cannot be resumed at: the window before it is no longer held"
             runs[index] = run
@@ -205,9 +225,9 @@ class State:
             slot = self._saved_slot(length)
         return (runs, slot) if slot is not None else f"length {length} cannot be resumed at: no slot was saved there"
 
-    def _path_fault(self, path: Sequence[Snapshot], length: int) -> str | None:
-        if length < 0:
-            return f"length {length} is below 0"
+    def _path_fault(self, path: Sequence[Snapshot], length: int, known: int) -> str | None:
+        if not 0 <= length <= known:
+            return f"length {length} is below 0, or past the {known} tokens known"
         end = self.length
         for index, each in enumerate(path):
             if each.closed:
@@ -217,24 +237,15 @@ class State:
             if index and each.start < end:
                 return f"the path overlaps itself: [{each.start}, {end}) is there twice"
             end = each.end
-        return f"length {length} is past the end of what is held, {end}" if length > end else None
+        return f"length {known} is past the end of what is held, {end}" if known > end else None
 
     def _assemble(self, index: int, path: Sequence[Snapshot], start: int, length: int) -> Run | None:
-        """The pages of tokens [start, length) from all that is held, later sources before earlier ones; None: not all.
-
-        A source is good up to its end: a page that goes on past it may hold another continuation there.
-        """
-        size = self.pool.layout.page_tokens
-        first, last = self.pool.layout.pages(start, length)
-        ids = np.full(last - first, -1, np.int64)
+        """The pages of tokens [start, length) from all that is held; None: not all are."""
         own = path[0].start if path else self.length
         sources = [(point.runs.get(index, EMPTY), at) for at, point in self.points.items() if at <= own]
         sources += [(self.runs[index], min(own, self.length))]
         sources += [(each.runs.get(index, EMPTY), each.end) for each in path]
-        for run, end in sources:
-            part = run.part(first, last if end >= length else end // size)
-            ids[part.first - first : part.end - first] = part.ids
-        return None if (ids < 0).any() else Run(first, ids)
+        return self.pool.assembled(sources, start, length)
 
     def _saved_slot(self, length: int) -> int | None:
         if length == self.length:
@@ -250,11 +261,13 @@ class State:
             assert run.first == store.unit.earliest(self.length) // page_tokens, (
                 "a page out of reach is kept, or one missing"
             )
-            assert run.end == -(-self.length // page_tokens), "a page past the end is kept, or the last one missing"
+            filled = self.filled(index)
+            assert run.end == -(-filled // page_tokens), "a page past the end is kept, or the last one missing"
             assert len(set(run.ids.tolist())) == len(run.ids), "a page is twice in a run"
             assert (store.fill[run.ids[:-1]] == page_tokens).all(), "a page before the last is not full"
-            inside = self.length - (run.end - 1) * page_tokens
+            inside = filled - (run.end - 1) * page_tokens
             assert (store.fill[run.ids[-1:]] >= inside).all(), "a token is past the fill mark"
+        assert self.known >= self.length and (self.transaction is None or self.known == self.length)
         assert (self.slot is not None) == (self.pool.slot_store is not None and self.length > 0)
         for at, point in self.points.items():
             assert 0 < at <= self.length and (point.start, point.end) == (at, at)

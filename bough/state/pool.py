@@ -33,6 +33,9 @@ class Holder(Protocol):
     def references(self) -> Iterable[tuple[int, Ids]]:
         """Pairs of a unit's index and the entries held there."""
 
+    def moved(self, unit: int, where: Ids) -> None:
+        """Entry i of the unit is at where[i] now."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
@@ -50,6 +53,9 @@ class Run:
         low = min(max(first, self.first), self.end)
         high = max(low, min(end, self.end))
         return Run(low, self.ids[low - self.first : high - self.first])
+
+    def moved(self, where: Ids) -> "Run":
+        return Run(self.first, where[self.ids])
 
 
 EMPTY = Run(0, np.empty(0, np.int64))
@@ -135,8 +141,41 @@ class Store:
 
     def copy(self, source: Ids, target: Ids) -> None:
         """Copy whole entries, all layers at once."""
+        self.copy_from(self, source, target)
+
+    def copy_from(self, other: "Store", source: Ids, target: Ids) -> None:
+        """Copy whole entries of another store of the same unit. Copies to or from a device are not waited for."""
         for a, b in zip(source.tolist(), target.tolist(), strict=True):
-            self.data[b].copy_(self.data[a])
+            self.data[b].copy_(other.data[a], non_blocking=True)
+
+    def gather(self, slabs: int) -> Ids | None:
+        """Empty up to so many slabs by moving what they hold to unused entries of others; where everything is then."""
+        room = {slab: len(unused) for slab, unused in self._unused.items()}
+        left = sum(room.values())
+        sources: list[int] = []
+        for slab in sorted(room, key=lambda slab: -room[slab]):
+            if slab == self.scratch // self.unit.per_slab:
+                continue
+            left -= self.unit.per_slab  # the room that it has, and the room that what it holds will take
+            if len(sources) == slabs or left < 0:
+                break
+            sources.append(slab)
+        if not sources:
+            return None
+        where = np.arange(self.capacity)
+        leaving = {slab: self._unused.pop(slab) for slab in sources}
+        for slab, not_held in leaving.items():
+            first = slab * self.unit.per_slab
+            moving = np.setdiff1d(np.arange(first, first + self.unit.per_slab), not_held)
+            there = self.take(len(moving))
+            self.copy(moving, there)
+            self.refs[there], self.fill[there] = self.refs[moving], self.fill[moving]
+            self.refs[moving] = 0
+            where[moving] = there
+            self.used -= len(moving)
+            self.slabs -= 1
+            self._free_slabs.append(slab)
+        return where
 
     def check(self, held: NDArray[np.int32]) -> set[int]:
         """Assert the invariants, given how many holders list each entry; returns the slabs this unit owns."""
@@ -155,7 +194,15 @@ class Store:
 class Pool:
     """One arena of `nbytes` and the stores that share its slabs."""
 
-    def __init__(self, layout: Layout, nbytes: int, *, max_running: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        nbytes: int,
+        *,
+        max_running: int,
+        device: torch.device | str = "cpu",
+        pinned: bool = False,
+    ) -> None:
         self.layout = layout
         self.device = torch.device(device)
         self.max_running = max_running
@@ -167,7 +214,7 @@ class Pool:
                 f"{nbytes:,} bytes are too few: the state of {max_running} sequences takes {least:,} at the least;"
                 " give more (CacheConfig.device_bytes, or --cache-bytes) or run fewer (max_running)"
             )
-        arena = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        arena = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device, pin_memory=pinned)
         self._free_slabs = list(range(self.slabs - 1, -1, -1))
         self.stores = tuple(Store(unit, arena, layout.slab_bytes, self._free_slabs) for unit in layout.units)
         self.page_stores = tuple(i for i, store in enumerate(self.stores) if store.unit.is_page)
@@ -180,22 +227,45 @@ class Pool:
         """A layer's part of every entry of its unit: [entries, *shape]."""
         return self.stores[self.layout.unit_of[layer]].parts[layer, name]
 
-    def take(self, counts: Sequence[int]) -> list[Ids]:
+    def take(self, counts: Sequence[int], *, spare: bool = False) -> list[Ids]:
         """Lend so many entries of each unit, or none at all: raises PoolFull and changes nothing.
 
-        Slots taken here are for states; they are there whatever pages and snapshots take.
+        Slots are for states, and there whatever pages and snapshots take; or, if `spare`, for whoever can do without.
         """
-        needs = list(counts)
-        if self.slot_store is not None:
-            needs[self.slot_store] = max(needs[self.slot_store], self._owed_slots)
-        needed = sum(store.slabs_for(count) for store, count in zip(self.stores, needs, strict=True))
+        needed = self.slabs_for(counts, spare=spare)
         if needed > len(self._free_slabs):
             wanted = ", ".join(f"{n} {s.unit.name}" for n, s in zip(counts, self.stores, strict=True) if n)
             raise PoolFull(
                 f"{wanted} take {needed} more slabs of {self.layout.slab_bytes:,} bytes, and {len(self._free_slabs)} of"
-                f" {self.slabs} are free; release sequences or give the cache more memory"
+                f" {self.slabs} are free; release sequences or give the cache more memory",
+                list(counts),
             )
         return [store.take(count) for store, count in zip(self.stores, counts, strict=True)]
+
+    def slabs_for(self, counts: Sequence[int], *, spare: bool = False) -> int:
+        """How many free slabs it takes to lend these, and to keep back what running sequences may still ask for."""
+        needs = self._with_owed(counts, spare)
+        return sum(store.slabs_for(count) for store, count in zip(self.stores, needs, strict=True))
+
+    def fits(self, counts: Sequence[int], *, spare: bool = False) -> bool:
+        """Whether these can be lent, if need be after moving entries together (`compact`)."""
+        needs = zip(self.stores, self._with_owed(counts, spare), strict=True)
+        return sum(-(-(store.used + count) // store.unit.per_slab) for store, count in needs) <= self.slabs
+
+    def compact(self, counts: Sequence[int], *, spare: bool = False) -> None:
+        """Move entries together until slabs enough are free to lend these, as far as that helps. Between steps only."""
+        for index, store in enumerate(self.stores):
+            lacking = self.slabs_for(counts, spare=spare) - len(self._free_slabs)
+            if lacking > 0 and (where := store.gather(lacking)) is not None:
+                for holder in self._holders:
+                    holder.moved(index, where)
+
+    def _with_owed(self, counts: Sequence[int], spare: bool) -> list[int]:
+        needs = list(counts)
+        if self.slot_store is not None:
+            owed, asked = self._owed_slots, needs[self.slot_store]
+            needs[self.slot_store] = asked + owed if spare and asked else max(asked, owed)
+        return needs
 
     @property
     def _owed_slots(self) -> int:
@@ -239,6 +309,18 @@ class Pool:
     def release(self, references: Iterable[tuple[int, Ids]]) -> None:
         for index, ids in references:
             self.stores[index].release(ids)
+
+    def assembled(self, sources: Iterable[tuple[Run, int]], start: int, length: int) -> Run | None:
+        """The pages of tokens [start, length) from runs and the lengths they are good up to; None: not all are there.
+
+        A page that goes on past that may hold another continuation there. Later sources go before earlier ones.
+        """
+        first, last = self.layout.pages(start, length)
+        ids = np.full(last - first, -1, np.int64)
+        for run, end in sources:
+            part = run.part(first, last if end >= length else end // self.layout.page_tokens)
+            ids[part.first - first : part.end - first] = part.ids
+        return None if (ids < 0).any() else Run(first, ids)
 
     def trim(self, index: int, run: Run, length: int) -> Run:
         """The pages of a run that a state of this length needs; the others are given back."""

@@ -60,6 +60,7 @@ class _Append:
     store: Store
     unit: int
     old: Run
+    filled: int  # tokens whose entries are there before the step
     end: int  # the state's length after the step
     new_pages: int
     copies_tail: bool
@@ -83,7 +84,7 @@ class _Append:
         elif len(kept):
             self.old_fill = int(self.store.fill[kept[-1]])
         self.run = Run(self.old.first, np.concatenate([kept, ids])) if len(ids) else self.old
-        written = self.run.ids[self.state.length // page_tokens - self.run.first :]
+        written = self.run.ids[self.filled // page_tokens - self.run.first :]
         self.store.fill[written] = page_tokens
         self.store.fill[written[-1]] = self.end - (self.run.end - 1) * page_tokens
 
@@ -139,6 +140,9 @@ class Reservation:
         for slot in [*self._new_slots.values(), *(slot for points in self._points for slot in points.values())]:
             yield from self.pool.slot_reference(slot)
 
+    def moved(self, unit: int, where: Ids) -> None:
+        raise AssertionError("entries are moved between steps only")
+
     @property
     def _active(self) -> Iterator[State]:
         return (state for state, count in zip(self.states, self.rows.counts, strict=True) if count)
@@ -164,17 +168,19 @@ class Reservation:
         marks: dict[tuple[int, int], int] = {}  # fill marks as the rows before this one will leave them
         appends = []
         for state, count in zip(self.states, self.rows.counts, strict=True):
-            for unit, run in state.runs.items() if count else ():
-                store, inside, copies = self.pool.stores[unit], state.length % page_tokens, False
+            for unit, run in state.runs.items():
+                filled, end = state.filled(unit), state.length + count
+                if end <= filled:
+                    continue  # no tokens, or known ones
+                store, inside, copies = self.pool.stores[unit], filled % page_tokens, False
                 if inside:
                     tail = int(run.ids[-1])
                     mark = marks.get((unit, tail), int(store.fill[tail]))
                     copies = mark != inside and int(store.refs[tail]) > 1
                     if not copies:
-                        marks[unit, tail] = min(page_tokens, inside + count)
-                end = state.length + count
-                new_pages = -(-end // page_tokens) - -(-state.length // page_tokens)
-                appends.append(_Append(state, store, unit, run, end, new_pages, copies))
+                        marks[unit, tail] = min(page_tokens, inside + end - filled)
+                new_pages = -(-end // page_tokens) - -(-filled // page_tokens)
+                appends.append(_Append(state, store, unit, run, filled, end, new_pages, copies))
         return appends
 
     def _plan_slots(self) -> tuple[list[State], list[State]]:
@@ -215,8 +221,9 @@ class Reservation:
         row_of = {state: row for row, state in enumerate(self.states)}
         for append in self._appends:
             runs[append.unit][row_of[append.state]] = append.run
+        known = {unit: [state.filled(unit) for state in self.states] for unit in self.pool.page_stores}
         if self.pool.slot_store is None:
-            return Step.of(self.pool, self.rows, tokens, runs, masks=masks)
+            return Step.of(self.pool, self.rows, tokens, runs, known=known, masks=masks)
         store = self.pool.stores[self.pool.slot_store]
         for state in self.states:
             if state.transaction is not None:
@@ -229,6 +236,7 @@ class Reservation:
             replace(self.rows, cuts=tuple(offsets)),
             tokens,
             runs,
+            known=known,
             read=read,
             write=tuple(self._target(state, r, store.scratch) for state, r in zip(self.states, read, strict=True)),
             cut=tuple(tuple(slot for _, slot in each) for each in inner),
@@ -255,10 +263,11 @@ class Reservation:
                 self.pool.release(self.pool.slot_reference(state.slot))
                 state.slot = slot
             state.length += count
+            state.known = max(state.known, state.length)
             state.condition = "ready"
             self._set_points(state, points)
             for unit, run in state.runs.items():
-                state.runs[unit] = self.pool.trim(unit, run, state.length)
+                state.runs[unit] = self.pool.trim(unit, run, state.filled(unit))
 
     def _set_points(self, state: State, points: dict[int, int | None]) -> None:
         """Save what it takes to resume at each point, while the windows before it are still there."""

@@ -36,6 +36,12 @@ class Snapshot:
             yield index, run.ids
         yield from self.pool.slot_reference(self.slot)
 
+    def moved(self, unit: int, where: Ids) -> None:
+        if unit == self.pool.slot_store:
+            self.slot = None if self.slot is None else int(where[self.slot])
+        elif unit in self.runs:
+            self.runs[unit] = self.runs[unit].moved(where)
+
     @property
     def resumes(self) -> bool:
         """Whether a state can go on at `end`: every window and the slot are there."""
@@ -46,6 +52,48 @@ class Snapshot:
     def nbytes(self) -> int:
         """Bytes of the distinct pages and the slot it refers to, whoever else does."""
         return sum(len(np.unique(ids)) * self.pool.stores[index].unit.stride for index, ids in self.references())
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that closing it would give back: those of pages and slots that nobody else refers to."""
+        held = ((self.pool.stores[index], ids) for index, ids in self.references())
+        return sum(int((store.refs[ids] == 1).sum()) * store.unit.stride for store, ids in held)
+
+    def without_point(self) -> "Snapshot":
+        """The edge alone: what it takes to pass through `end`, but not to resume there; takes this one over."""
+        self._expect_open()
+        full = {index: run for index, run in self.runs.items() if self.pool.stores[index].unit.reach is None}
+        bare = Snapshot(self.pool, self.start, self.end, full, None)
+        self.close()
+        return bare
+
+    def with_point(self, point: "Snapshot") -> "Snapshot":
+        """This edge with the windows and the slot of another one that ends there; takes both over."""
+        self._expect_open()
+        point._expect_open()
+        assert point.end == self.end and point.pool is self.pool
+        windows = {index: run for index, run in point.runs.items() if self.pool.stores[index].unit.reach is not None}
+        whole = Snapshot(self.pool, self.start, self.end, {**self.runs, **windows}, point.slot)
+        self.close()
+        point.close()
+        return whole
+
+    def sizes(self) -> list[int]:
+        """How many entries of each unit a copy of it takes."""
+        counts = [0] * len(self.pool.stores)
+        for index, ids in self.references():
+            counts[index] = len(ids)
+        return counts
+
+    def copy_to(self, pool: Pool) -> "Snapshot":
+        """The same in another pool of the same layout. Raises PoolFull, and changes nothing, if there is no room."""
+        self._expect_open()
+        copy = vacant(
+            pool, self.start, self.end, {i: (run.first, len(run.ids)) for i, run in self.runs.items()}, self.slot
+        )
+        for (index, ids), (_, there) in zip(self.references(), copy.references(), strict=True):
+            pool.stores[index].copy_from(self.pool.stores[index], ids, there)
+        return copy
 
     def split(self, at: int) -> "tuple[Snapshot | None, Snapshot | None]":
         """Two snapshots, of [start, at) and [at, end); takes this one over. Outside the ends one of them is None.
@@ -68,6 +116,12 @@ class Snapshot:
         halves = Snapshot(self.pool, self.start, at, left, None), Snapshot(self.pool, at, self.end, right, self.slot)
         self.close()
         return halves
+
+    def join(self, right: "Snapshot") -> "Snapshot":
+        """One snapshot of this edge and the next; takes both over."""
+        merged = merge(self, right)
+        assert merged is not None
+        return merged
 
     def close(self) -> None:
         """Drop the references. A second call does nothing."""
@@ -93,6 +147,28 @@ class Snapshot:
                 assert (store.fill[run.ids[:-1]] == self.pool.layout.page_tokens).all(), "a page is not full"
         full = {index for index in self.pool.page_stores if self.pool.stores[index].unit.reach is None}
         assert full <= self.runs.keys(), "a group whose reach is all has no pages"
+
+
+def vacant(pool: Pool, start: int, end: int, pages: dict[int, tuple[int, int]], slot: object | None = None) -> Snapshot:
+    """A snapshot of entries nobody has written yet: by unit the first page number and the count, and a slot if wanted.
+
+    Whoever asks fills all of them before anyone looks. Raises PoolFull, and changes nothing, if there is no room.
+    """
+    counts = [0] * len(pool.stores)
+    for index, (_, count) in pages.items():
+        counts[index] = count
+    if slot is not None:
+        assert pool.slot_store is not None
+        counts[pool.slot_store] = 1
+    taken = pool.take(counts, spare=True)
+    runs = {index: Run(first, taken[index]) for index, (first, _) in pages.items()}
+    for index, run in runs.items():
+        pool.stores[index].fill[run.ids] = pool.layout.page_tokens
+        pool.stores[index].fill[run.ids[-1:]] = end - (run.end - 1) * pool.layout.page_tokens
+    lent = None if slot is None else int(taken[pool.slot_store][0])  # type: ignore[index]
+    made = Snapshot(pool, start, end, runs, lent)
+    pool.release((index, ids) for index, ids in enumerate(taken))
+    return made
 
 
 def merge(left: Snapshot | None, right: Snapshot | None) -> Snapshot | None:

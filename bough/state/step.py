@@ -30,13 +30,17 @@ class PageTable:
     write_at: torch.Tensor  # [T] int64
 
     @staticmethod
-    def of(runs: Sequence[Run], rows: Rows, positions: Ints, page_tokens: int, scratch: int) -> "PageTable":
+    def of(
+        runs: Sequence[Run], rows: Rows, positions: Ints, known: Sequence[int], page_tokens: int, scratch: int
+    ) -> "PageTable":
+        """Entries of tokens before `known`, a length a row, are there already: what is computed goes to scratch."""
         table = np.full((len(runs), max((len(run.ids) for run in runs), default=0)), scratch, np.int64)
         write_page = np.full(rows.total, scratch, np.int64)
         for row, run in enumerate(runs):
             table[row, : len(run.ids)] = run.ids
         for row, start, end in rows:
-            write_page[start:end] = runs[row].ids[positions[start:end] // page_tokens - runs[row].first]
+            new = min(end, start + max(0, known[row] - rows.history[row]))
+            write_page[new:end] = runs[row].ids[positions[new:end] // page_tokens - runs[row].first]
         return PageTable(
             torch.from_numpy(table),
             tuple(run.first for run in runs),
@@ -70,6 +74,7 @@ class Step:
         tokens: torch.Tensor,
         runs: dict[int, list[Run]],
         *,
+        known: dict[int, list[int]] | None = None,
         read: tuple[int, ...] = (),
         write: tuple[int, ...] = (),
         cut: tuple[tuple[int, ...], ...] = (),
@@ -80,7 +85,9 @@ class Step:
         positions: Ints = np.concatenate(spans) if spans else np.empty(0, np.int64)
         size = pool.layout.page_tokens
         tables = {
-            unit: PageTable.of(used, rows, positions, size, pool.stores[unit].scratch).to(pool.device)
+            unit: PageTable.of(
+                used, rows, positions, known[unit] if known else rows.history, size, pool.stores[unit].scratch
+            ).to(pool.device)
             for unit, used in runs.items()
         }
         return Step(

@@ -53,7 +53,7 @@ class Transaction:
             self._replay(count)
         else:
             pool.release(pool.slot_reference(self.target))
-        state.length += count
+        state.length = state.known = state.length + count
         for index, run in state.runs.items():
             state.runs[index] = pool.trim(index, run, state.length)
         state.condition = "ready"
