@@ -1,5 +1,6 @@
 """What a caller can set: how to sample, and how much memory state may take."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -39,6 +40,7 @@ class SamplingParams:
     stop: tuple[str, ...] = field(default=())
     logprobs: int | None = None  # how many alternatives to report beside the chosen token; None: no logprobs
     ignore_eos: bool = False
+    cache_salt: str | None = None  # requests with different ones share nothing through the cache
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -61,23 +63,40 @@ class SamplingParams:
         counted = self.logprobs is None or is_int(self.logprobs, 0, 64)
         require(counted, "logprobs", self.logprobs, "a whole number between 0 and 64, or None")
         require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
+        salted = self.cache_salt is None or isinstance(self.cache_salt, str)
+        require(salted, "cache_salt", self.cache_salt, "text, or None")
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """How much memory state may take, and in what form it is kept."""
+    """How much memory state may take on each tier, in what form it is kept, and what goes first."""
 
+    enabled: bool = True  # False: nothing is kept from one request for another
     # None: a quarter of the available memory on CPUs, 80% of the free memory on a GPU; at most what as many sequences
     # as may run take at full context.
     device_bytes: int | None = None
     page_tokens: int = 32
     dtype: str = "auto"  # of K and V; auto: as the model computes
+    host_bytes: int | None = None  # 0: no host tier; None: a quarter of the available memory beside a GPU, else none
+    disk_path: str | os.PathLike[str] | None = None  # a folder; None: nothing is written to disk
+    disk_bytes: int | None = None  # for each model in the folder; None: half of what is free there, at most 64 GiB
+    disk_write_rate: int = 256 << 20  # bytes a second
+    policy: str = "value"
 
     def __post_init__(self) -> None:
-        sized = self.device_bytes is None or is_int(self.device_bytes, 1, 2**63 - 1)
-        require(sized, "device_bytes", self.device_bytes, "a whole number above 0 and below 2**63, or None")
+        require(isinstance(self.enabled, bool), "enabled", self.enabled, "True or False")
+        for name, least in (("device_bytes", 1), ("host_bytes", 0), ("disk_bytes", 1)):
+            value = getattr(self, name)
+            sized = value is None or is_int(value, least, 2**63 - 1)
+            require(sized, name, value, f"a whole number, {least} or more and below 2**63, or None")
+        path = self.disk_path is None or isinstance(self.disk_path, str | os.PathLike)
+        require(path, "disk_path", self.disk_path, "a path, or None")
+        rate = self.disk_write_rate
+        require(is_int(rate, 1, 2**63 - 1), "disk_write_rate", rate, "a whole number of bytes a second, 1 or more")
+        require(self.policy in POLICIES, "cache policy", self.policy, "one of " + ", ".join(POLICIES))
         require(is_int(self.page_tokens, 1, 1024), "page_tokens", self.page_tokens, "a whole number from 1 to 1024")
         require(self.dtype in DTYPES, "cache dtype", self.dtype, "one of " + ", ".join(DTYPES))
 
 
+POLICIES = ("value", "lru")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -39,6 +39,7 @@ def engine(loaded):
     before = loaded.used_bytes
     yield loaded
     loaded.check()
+    loaded.cache.clear()
     assert loaded.used_bytes == before, "something leaked"
 
 
@@ -410,7 +411,7 @@ def test_memory_that_cannot_be_had(llama_folder):
 
 
 def test_memory_for_state_where_the_system_does_not_tell(llama_folder, monkeypatch):
-    from bough.engine import engine as module
+    from bough.engine import memory as module
 
     class NoFile:
         def __init__(self, name):
@@ -419,15 +420,15 @@ def test_memory_for_state_where_the_system_does_not_tell(llama_folder, monkeypat
         def read_text(self):
             raise FileNotFoundError
 
-    assert module._available_bytes() > 1 << 20
+    assert module.available_bytes() > 1 << 20
     monkeypatch.setattr(module, "Path", NoFile)
-    assert module._available_bytes() > 1 << 20
+    assert module.available_bytes() > 1 << 20
 
     def sysconf(name):
         raise ValueError("unrecognized configuration name")
 
     monkeypatch.setattr(module.os, "sysconf", sysconf)
-    assert module._available_bytes() == 1 << 30
+    assert module.available_bytes() == 1 << 30
 
 
 def test_a_home_that_is_not_there():
@@ -456,10 +457,10 @@ def test_prefilled_grows_to_the_prompt(engine, monkeypatch):
     submitted, seen = threading.Event(), []
     forward = type(engine._runner).forward
 
-    def watched(runner, batch, wanted):
+    def watched(runner, *args):
         submitted.wait()
         seen.append(handle.prefilled)
-        return forward(runner, batch, wanted)
+        return forward(runner, *args)
 
     monkeypatch.setattr(type(engine._runner), "forward", watched)
     handle = engine.submit([5] * 100, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))

@@ -6,8 +6,7 @@ edge, joined with a neighbour, and closed. The tree decides nothing and moves no
 
 Invariants (`check()` asserts them):
 - Siblings differ in their first symbol; no edge is empty but a root's.
-- Every node but a root has a copy, and none has a copy on a faster tier than its parent's fastest: whatever is on a
-  tier can be reached on that tier or faster ones.
+- Every node but a root has a copy; one with a copy on the device has a parent with one.
 - pins(node) is at least that of each child: whoever pins a node pins the path to it.
 - Trees of different salts share nothing.
 
@@ -43,11 +42,25 @@ class Copy(Protocol):
     def resumes(self) -> bool:
         """Whether it holds what it takes to go on at the end of the edge."""
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether it can still be used; bytes on a disk may turn out to be damaged."""
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that closing it would give back."""
+
     def split(self, at: int) -> "tuple[Copy | None, Copy | None]":
         """The copies of [start, at) and [at, end); takes this one over. The right one keeps the resume point."""
 
     def join(self, right: Any) -> "Copy":
         """One copy of this edge and the next; takes both over. The resume point between them goes."""
+
+    def with_point(self, other: Any) -> "Copy":
+        """This edge with the resume point of another copy of it; takes both over."""
+
+    def without_point(self) -> "Copy":
+        """The edge alone; takes this one over."""
 
     def close(self) -> None: ...
 
@@ -85,6 +98,13 @@ class Node:
         """Whether some tier can bring back what it takes to go on at its end."""
         return any(copy is not None and copy.resumes for copy in self.copies)
 
+    def root(self) -> "Root":
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        assert isinstance(node, Root), f"{self} left the tree"
+        return node
+
     def path(self) -> "list[Node]":
         """The nodes from below the root to this one."""
         nodes: list[Node] = []
@@ -102,6 +122,16 @@ class Node:
         return f"Node[{self.start}, {self.end}) {tiers} uses {self.uses} pins {self.pins}"
 
 
+class Root(Node):
+    """Where the paths of one salt begin."""
+
+    __slots__ = ("salt",)
+
+    def __init__(self, salt: bytes, used: float) -> None:
+        super().__init__(np.empty(0, np.int32), 0, None, used)
+        self.salt = salt
+
+
 @dataclass(frozen=True, slots=True)
 class Walk:
     """How far a prompt agrees with the tree: the nodes it passes, the last one perhaps in part."""
@@ -115,18 +145,29 @@ class Walk:
         return bool(self.nodes) and self.nodes[-1].end > self.matched
 
 
+class Watcher(Protocol):
+    """Whoever keeps count of nodes by what they hold."""
+
+    def changed(self, node: Node) -> None:
+        """It is new, has another edge, or it or a child of it got or lost a copy or a resume point."""
+
+    def removed(self, node: Node) -> None:
+        """It has left the tree."""
+
+
 @dataclass(slots=True)
 class Tree:
     """All paths held, one root for each salt."""
 
-    roots: dict[bytes, Node] = field(default_factory=dict)
+    watcher: Watcher | None = None
+    roots: dict[bytes, Root] = field(default_factory=dict)
     size: int = 0  # nodes, roots not counted
 
     def match(self, salt: bytes, symbols: Sequence[int] | Symbols) -> Walk:
         """The longest path that the symbols begin with."""
         wanted = as_symbols(symbols)
-        node, at = self.roots.get(salt), 0
-        nodes: list[Node] = []
+        node: Node | None = self.roots.get(salt)
+        at, nodes = 0, list[Node]()
         while node is not None and at < len(wanted):
             node = node.children.get(int(wanted[at]))
             if node is None:
@@ -146,7 +187,7 @@ class Tree:
         wanted = as_symbols(symbols)
         assert len(wanted), "a root is not grown"
         walk = self.match(salt, wanted)
-        parent = walk.nodes[-1] if walk.nodes else self.roots.setdefault(salt, Node(wanted[:0], 0, None, now))
+        parent = walk.nodes[-1] if walk.nodes else self.roots.setdefault(salt, Root(salt, now))
         if walk.ends_inside:
             parent = self.split(parent, walk.matched)
         if walk.matched == len(wanted):
@@ -170,6 +211,7 @@ class Tree:
         node.start, node.parent = at, left
         left.children[int(node.symbols[0])] = node
         self.size += 1
+        self._tell(left, node)
         return left
 
     def put(self, node: Node, tier: int, copy: Copy | None) -> None:
@@ -182,6 +224,12 @@ class Tree:
         assert node.parent is not None
         for tier in range(min(before, after), max(before, after)):
             node.parent.near[tier] += 1 if after < before else -1
+        self._tell(node, node.parent)
+
+    def _tell(self, *nodes: Node) -> None:
+        for node in nodes:
+            if self.watcher is not None and node.parent is not None and node.best < NOWHERE:
+                self.watcher.changed(node)
 
     def can_merge(self, node: Node) -> bool:
         """Whether the node may be joined with its only child: nobody pins it, and both are on the same tiers."""
@@ -204,6 +252,9 @@ class Tree:
         node.parent = None
         node.children, node.copies = {}, [None] * NOWHERE
         self.size -= 1
+        if self.watcher is not None:
+            self.watcher.removed(node)
+        self._tell(child)
         return child
 
     def remove(self, leaf: Node) -> None:
@@ -219,9 +270,10 @@ class Tree:
         del parent.children[int(leaf.symbols[0])]
         leaf.parent = None
         self.size -= 1
-        if parent.parent is None and not parent.children and not parent.pins:
-            salt = next(salt for salt, root in self.roots.items() if root is parent)
-            del self.roots[salt]
+        if self.watcher is not None:
+            self.watcher.removed(leaf)
+        if isinstance(parent, Root) and not parent.children:
+            del self.roots[parent.salt]
 
     def pin(self, node: Node) -> None:
         """Keep the node and the path to it until `unpin`."""
@@ -253,9 +305,9 @@ class Tree:
             assert node.best < NOWHERE, f"{node} holds nothing"
             near = [sum(child.best <= tier for child in node.children.values()) for tier in Tier]
             assert near == node.near, f"{node} miscounts its children: {node.near}, not {near}"
-            assert parent.parent is None or (parent.best <= node.best and parent.pins >= node.pins), (
-                f"{node} is faster or pinned more than its parent {parent}"
-            )
+            if parent.parent is not None:
+                assert parent.pins >= node.pins, f"{node} is pinned more than its parent {parent}"
+                assert node.best > Tier.DEVICE or parent.best == Tier.DEVICE, f"{parent} left the device before {node}"
         assert count == self.size, f"{self.size} nodes are counted, {count} are there"
 
 

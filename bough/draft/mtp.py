@@ -56,17 +56,17 @@ class MTPHead:
         weights = Weights(Kept(target.extra, "mtp.*"), dtype=target.dtype, device=target.device)
         hidden = target.hidden_size
         self.target, self.dtype = target, target.dtype
-        self.embedding_norm = target._norm(weights, "mtp.pre_fc_norm_embedding", hidden)
-        self.hidden_norm = target._norm(weights, "mtp.pre_fc_norm_hidden", hidden)
+        self.embedding_norm = target.read_norm(weights, "mtp.pre_fc_norm_embedding", hidden)
+        self.hidden_norm = target.read_norm(weights, "mtp.pre_fc_norm_hidden", hidden)
         self.project = weights.linear("mtp.fc", hidden, 2 * hidden)
-        attention = target._attention(weights, "mtp.layers.0.self_attn", 0)
+        attention = target.read_attention(weights, "mtp.layers.0.self_attn", 0)
         self.layer = Layer(
-            target._norm(weights, "mtp.layers.0.input_layernorm", hidden),
+            target.read_norm(weights, "mtp.layers.0.input_layernorm", hidden),
             attention,
-            target._norm(weights, "mtp.layers.0.post_attention_layernorm", hidden),
+            target.read_norm(weights, "mtp.layers.0.post_attention_layernorm", hidden),
             _mlp(target, weights, "mtp.layers.0.mlp"),
         )
-        self.norm = target._norm(weights, "mtp.norm", hidden)
+        self.norm = target.read_norm(weights, "mtp.norm", hidden)
         self.embedding, self.head = (
             weights.tensor(name, (target.vocab_size, hidden)) if name in weights else None
             for name in ("mtp.embed_tokens.weight", "mtp.lm_head.weight")

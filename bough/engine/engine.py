@@ -3,18 +3,21 @@
 import operator
 import os
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 
 from bough.config import CacheConfig, SamplingParams, is_int, require
+from bough.engine.caching import Cache, prefix_cache
 from bough.engine.chat import Chat
 from bough.engine.load import Loaded, load
 from bough.engine.loop import Loop
 from bough.engine.measure import Fit, reserve
+from bough.engine.memory import spare_bytes
 from bough.engine.request import Handle, Output, Piece, Request
 from bough.engine.runner import Runner
 from bough.engine.sampler import TokenCounts, resolve_seed
@@ -28,6 +31,7 @@ from bough.state.pool import Pool
 
 Prompt = str | Sequence[int]  # or an array or tensor of ints: whatever has tolist()
 MAX_RUNNING = 64
+Result = TypeVar("Result")
 
 
 class Engine:
@@ -57,7 +61,9 @@ class Engine:
             pool.layout, pool.slabs, self.step_tokens, self.max_running, self.context
         )
         self._runner = Runner(self.model, pool)
-        self._loop = Loop(self._runner, max_running=self.max_running, step_tokens=self.step_tokens)
+        prefixes = prefix_cache(cache or CacheConfig(), loaded, pool)
+        self._loop = Loop(self._runner, prefixes, max_running=self.max_running, step_tokens=self.step_tokens)
+        self.cache = Cache(self, prefixes)
 
     @classmethod
     def load(
@@ -88,7 +94,7 @@ class Engine:
         nbytes = cache.device_bytes
         if nbytes is None:
             most = needed(max_running or MAX_RUNNING, self.context, max_running or MAX_RUNNING)
-            nbytes = min(most, max(_spare_bytes(self.model.device), min(needed(1, self.context, 1), 1 << 30)))
+            nbytes = min(most, max(spare_bytes(self.model.device), min(needed(1, self.context, 1), 1 << 30)))
         if max_running is None:  # slots for all that run are kept back, so leave room for pages
             room, some = nbytes, min(self.context, 4096)
             max_running = max(1, capacity.largest(MAX_RUNNING, lambda running: needed(1, some, running) <= room))
@@ -132,13 +138,13 @@ class Engine:
         finally:
             handle.cancel()
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Handle:
-        """Start on a prompt and return at once."""
-        return self._start(self._request(prompt, params))
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, boundaries: Sequence[int] = ()) -> Handle:
+        """Start on a prompt and return at once. Others are likely to branch off from it at the `boundaries`."""
+        return self._start(replace(self._request(prompt, params), boundaries=tuple(boundaries)))
 
     def score(self, prompt: Prompt) -> list[float]:
         """The logprob of each token given those before it: one less than there are tokens, as the first has none."""
-        tokens = self._tokens(prompt)
+        tokens = self.tokens(prompt)
         request = Request(tokens, SamplingParams(max_tokens=0, temperature=0), seed=0, score=True)
         return self._start(request).result().scores
 
@@ -156,8 +162,16 @@ class Engine:
         return reserve(self._runner, step_tokens=self.step_tokens, context=self.context, max_running=self.max_running)
 
     def check(self) -> None:
-        """Assert that no memory is lost. For tests, while nothing is under way."""
+        """Assert that no memory is lost, on any tier."""
+        self.call(self._check)
+
+    def _check(self) -> None:
         self._runner.pool.check()
+        self._loop.cache.check()
+
+    def call(self, ask: Callable[[], Result]) -> Result:
+        """Run something in the engine's thread, between two steps, and wait for what it gives."""
+        return self._loop.call(ask)
 
     @property
     def layout(self) -> Layout:
@@ -180,7 +194,7 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _tokens(self, prompt: object) -> tuple[int, ...]:
+    def tokens(self, prompt: object) -> tuple[int, ...]:
         """The prompt as token ids, known to be ones the model can read and the memory can hold."""
         listed = _listed(prompt)
         tokens = tuple(self.tokenize(listed)) if isinstance(listed, str) else tuple(map(_token, listed))
@@ -206,7 +220,7 @@ class Engine:
         require(isinstance(params, SamplingParams), "params", params, "SamplingParams")
         if params.stop and self.tokenizer is None:
             raise OptionError("stop strings need a tokenizer, and the model has none")
-        return Request(self._tokens(prompt), params, resolve_seed(params))
+        return Request(self.tokens(prompt), params, resolve_seed(params))
 
     def _start(self, request: Request) -> Handle:
         counts = TokenCounts.wanted_by(request.params, request.prompt, self.model.vocab_size, self.model.device)
@@ -261,23 +275,3 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"device {name!r} cannot be used ({str(error).splitlines()[0]}); try cpu") from None
     return device
-
-
-def _spare_bytes(device: torch.device) -> int:
-    """Memory that state may take by default: most of what is free on a GPU, a quarter of it on a shared machine."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 0.8)
-    return _available_bytes() // 4
-
-
-def _available_bytes() -> int:
-    """Memory of this machine that others leave. Where it does not say: half of what it has, or 1 GiB."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (AttributeError, ValueError, OSError):
-        return 1 << 30

@@ -1,6 +1,6 @@
 """The loop: a thread that turns submitted requests into steps until they are done.
 
-Only this thread touches states, the pool and the model. Clients talk to it through handles and a queue.
+Only this thread touches states, the pool, the cache and the model. Clients talk to it through handles and a queue.
 """
 
 import atexit
@@ -8,9 +8,14 @@ import queue
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 from torch import Tensor
 
+from bough.cache.prefix_cache import PrefixCache
+from bough.cache.tree import common
 from bough.engine.request import Handle
 from bough.engine.runner import Runner
 from bough.engine.sampler import sample
@@ -19,29 +24,50 @@ from bough.engine.sequence import Sequence
 from bough.errors import BadLogits, PoolFull, RequestError
 from bough.state.live import State
 
+Result = TypeVar("Result")
+PACE = 0.02  # seconds between looks at a disk that is being written to, when there is nothing else to do
+MOST_TRIES = 3  # to bring back what the cache has of a request, before it makes do with what is on the device
+
 
 class Loop:
     """Waiting and running sequences, and the thread that works on them."""
 
-    def __init__(self, runner: Runner, *, max_running: int, step_tokens: int) -> None:
-        self.runner, self.max_running, self.step_tokens = runner, max_running, step_tokens
-        self._inbox: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
+    def __init__(self, runner: Runner, cache: PrefixCache, *, max_running: int, step_tokens: int) -> None:
+        self.runner, self.cache, self.max_running, self.step_tokens = runner, cache, max_running, step_tokens
+        self._inbox: queue.SimpleQueue[Sequence | Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._preempted: set[Sequence] = set()  # those among the waiting that had to give their memory back
         self._closed = False
         self._gate = threading.Lock()  # nothing is put into the inbox after the order to close
         self._thread = threading.Thread(target=self._work, name="bough-engine", daemon=True)
+        cache.tiers.wake = lambda: self._inbox.put(_nothing)
         self._thread.start()
         # A thread that is inside torch while the interpreter goes down would abort the process.
         atexit.register(_close_at_exit, weakref.ref(self))
 
     def submit(self, sequence: Sequence) -> Handle:
+        self._put(sequence)
+        return sequence.handle
+
+    def call(self, ask: Callable[[], Result]) -> Result:
+        """Run something in the loop's thread, between two steps, and wait for what it gives."""
+        future: Future[Result] = Future()
+
+        def answer() -> None:
+            try:
+                future.set_result(ask())
+            except BaseException as error:  # noqa: BLE001 (whoever asked gets it)
+                future.set_exception(error)
+
+        self._put(answer)
+        return future.result()
+
+    def _put(self, item: Sequence | Callable[[], None]) -> None:
         with self._gate:
             if self._closed:
                 raise RequestError("the engine is closed; load it again")
-            self._inbox.put(sequence)
-        return sequence.handle
+            self._inbox.put(item)
 
     def close(self) -> None:
         """Cancel what is under way and wait for the thread to end."""
@@ -54,12 +80,14 @@ class Loop:
     def _work(self) -> None:
         try:
             while self._receive():
+                self.cache.tiers.settle()
                 self._drop_cancelled()
-                self._admit()
+                self._start()
                 self._step()
             for sequence in [*self._running, *self._waiting]:
                 sequence.cut_off()
                 self._end(sequence, "cancelled")
+            self.cache.close()
         except BaseException as error:
             self._give_up(error)
             raise
@@ -69,19 +97,29 @@ class Loop:
         with self._gate:
             self._closed = True
         while not self._inbox.empty():
-            if (sequence := self._inbox.get()) is not None:
-                self._waiting.append(sequence)
+            item = self._inbox.get()
+            if isinstance(item, Sequence):
+                self._waiting.append(item)
+            elif item is not None:
+                item()
         for sequence in [*self._running, *self._waiting]:
             sequence.handle.end(error=error)
 
     def _receive(self) -> bool:
         """Take in what was submitted, waiting if there is nothing else to do. False when the engine closes."""
-        idle = not self._running and not self._waiting
+        loading = any(sequence.match is not None for sequence in self._waiting)
+        idle = not self._running and (loading or not self._waiting)
         while idle or not self._inbox.empty():
-            sequence = self._inbox.get()
-            if sequence is None:
+            try:
+                item = self._inbox.get(timeout=PACE if self.cache.tiers.busy else None)
+            except queue.Empty:
+                return True
+            if item is None:
                 return False
-            self._waiting.append(sequence)
+            if isinstance(item, Sequence):
+                self._waiting.append(item)
+            else:
+                item()
             idle = False
         return True
 
@@ -90,15 +128,64 @@ class Loop:
             sequence.cut_off()
             self._end(sequence, "cancelled")
 
-    def _admit(self) -> None:
-        """Start waiting sequences. One that had to give its memory back waits until another has ended."""
-        while self._waiting and len(self._running) < self.max_running:
-            if self._waiting[0] in self._preempted and self._running:
+    def _start(self) -> None:
+        """Start waiting sequences. One that had to give its memory back waits until another has ended.
+
+        Those that wait for a disk, or for another's prefill of what they begin with, let others pass.
+        """
+        for sequence in list(self._waiting):
+            if len(self._running) == self.max_running or (sequence in self._preempted and self._running):
                 return
-            sequence = self._waiting.popleft()
-            self._preempted.discard(sequence)
+            if self._is_resumable(sequence):
+                self._waiting.remove(sequence)
+                self._preempted.discard(sequence)
+                self._running.append(sequence)
+
+    def _is_resumable(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence the state that it goes on from, if that is there by now."""
+        if sequence.request.score:  # every token's hidden row is wanted
             sequence.state = State(self.runner.pool)
-            self._running.append(sequence)
+            return True
+        if sequence.match is None:
+            if self._follows(sequence):
+                return False
+            everywhere = sequence.tries < MOST_TRIES
+            sequence.match = self.cache.acquire(sequence.tokens, sequence.salt, everywhere=everywhere)
+            sequence.tries += 1
+        match = sequence.match
+        if not match.ready:
+            return False
+        if match.failed:
+            self.cache.release(match)
+            sequence.match = None
+            return self._is_resumable(sequence)
+        sequence.state = State(self.runner.pool)
+        self.cache.restore(match, sequence.state)
+        sequence.cuts = set(self.cache.points(match, sequence.request.boundaries))
+        sequence.match = None
+        if not sequence.written:
+            sequence.usage.matched_tokens, sequence.usage.cached_tokens = match.matched, match.resumable
+            self.cache.count(match)
+        return True
+
+    def _follows(self, sequence: Sequence) -> bool:
+        """Whether to wait for a running prefill of the same beginning, which then leaves a resume point there."""
+        if not self.cache.enabled:
+            return False
+        tokens, resumable = sequence.symbols, None
+        for other in self._running:
+            if other.pending <= 1 or other.salt != sequence.salt or other in sequence.followed:
+                continue
+            at = min(common(tokens, other.symbols), len(tokens) - 1)
+            if resumable is None:
+                resumable = self.cache.peek(tokens, sequence.salt)
+            gain = at - max(resumable, 0)
+            if other.computed < at and gain > 0 and gain >= min(256, (len(tokens) - resumable) // 2):
+                other.cuts.add(at)
+                return True
+            if other.computed >= at:
+                sequence.followed.add(other)
+        return False
 
     def _step(self) -> None:
         """One forward over what is planned. Whatever goes wrong ends those requests, not the engine."""
@@ -114,11 +201,19 @@ class Loop:
         if not rows:
             return
         batch = [(_state(s), s.tokens[s.computed : s.computed + count]) for s, count in rows]
+        cuts = [sorted(at for at in s.cuts if s.computed < at <= s.computed + count) for s, count in rows]
         wanted = [i for i, (s, count) in enumerate(rows) if count == s.pending and s.wants_token]
-        hidden, logits = self.runner.forward(batch, wanted)
+        self.cache.make_points_room(sum(map(len, cuts)))
+        self.cache.tiers.lane.fence()
+        hidden, logits = self.runner.forward(batch, wanted, cuts)
         start = 0
-        for sequence, count in rows:
+        for (sequence, count), reached in zip(rows, cuts, strict=True):
+            sequence.cuts.difference_update(reached)
+            if reached or sequence.computed <= len(sequence.request.prompt):
+                self.cache.admit(_state(sequence), sequence.tokens, sequence.salt, ended=False)
             sequence.handle.prefilled = min(sequence.computed, len(sequence.request.prompt))
+            if sequence.use is None and sequence.computed >= len(sequence.request.prompt):
+                sequence.use = self.cache.used(sequence.symbols, sequence.salt, sequence.usage.cached_tokens)
             if sequence.request.score:
                 following = sequence.tokens[sequence.computed - count + 1 : sequence.computed + 1]
                 sequence.scores += self.runner.scores(hidden[start : start + count], following)
@@ -143,9 +238,12 @@ class Loop:
                 self._end(sequence, reason)
 
     def _make_room(self, error: PoolFull) -> None:
-        """Memory ran out: the newest sequence gives its state back and starts over when another has ended."""
+        """Memory ran out: the cache gives some up, or the newest sequence, which goes on when another has ended."""
+        if error.needs and self.cache.make_room(error.needs):
+            return
         newest = self._running.pop()
         if self._running:
+            self.cache.admit(_state(newest), newest.tokens, newest.salt, ended=True)
             newest.release()
             newest.scores = []
             self._preempted.add(newest)
@@ -154,6 +252,11 @@ class Loop:
             newest.fail(error)
 
     def _end(self, sequence: Sequence, reason: str) -> None:
+        """The request is done: what was computed for it is kept."""
+        if sequence.state is not None:
+            self.cache.admit(sequence.state, sequence.tokens, sequence.salt, ended=True)
+            if sequence.use is not None:
+                self.cache.finished(sequence.use, len(sequence.written))
         self._forget(sequence)
         sequence.finish(reason)
 
@@ -164,11 +267,18 @@ class Loop:
 
     def _forget(self, sequence: Sequence) -> None:
         self._preempted.discard(sequence)
+        if sequence.match is not None:
+            self.cache.release(sequence.match)
+            sequence.match = None
         if sequence in self._running:
             self._running.remove(sequence)
             self._preempted.clear()  # there is room again
         else:
             self._waiting.remove(sequence)
+
+
+def _nothing() -> None:
+    """What wakes the loop: the disk has done something."""
 
 
 def _close_at_exit(loop: "weakref.ref[Loop]") -> None:

@@ -17,6 +17,7 @@ class Request:
     params: SamplingParams
     seed: int
     score: bool = False  # report the logprob of each prompt token, and write nothing
+    boundaries: tuple[int, ...] = ()  # lengths at which other prompts are likely to branch off
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from bough.models.model import Model
 from bough.state.live import State
 from bough.state.pool import Pool
-from bough.state.reservation import forward
+from bough.state.reservation import Cuts, forward
 from bough.state.step import Step
 
 SCORE_ROWS = 256  # logits of so many rows at a time when a whole prompt is scored
@@ -24,9 +24,11 @@ class Runner:
         self.model, self.pool = model, pool
 
     @torch.inference_mode()
-    def forward(self, batch: Sequence[tuple[State, Sequence[int]]], wanted: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, batch: Sequence[tuple[State, Sequence[int]]], wanted: Sequence[int], cuts: Cuts | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Feed the states; the hidden rows of all tokens, and the logits of the last token of rows `wanted`."""
-        with forward(self.pool, batch) as step:
+        with forward(self.pool, batch, cuts=cuts) as step:
             hidden = self.model(step)
             ends = torch.tensor(step.rows.counts).cumsum(0) - 1
             last = hidden[ends[list(wanted)].to(hidden.device)]

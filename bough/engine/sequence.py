@@ -1,5 +1,10 @@
 """Sequence: a running request, its tokens, its State, and the text made of them."""
 
+from functools import cached_property
+
+from bough.cache.prefix_cache import Match
+from bough.cache.reuse import Use
+from bough.cache.tree import Symbols, as_symbols
 from bough.engine.request import Handle, Output, Piece, Usage
 from bough.engine.sampler import Logprobs, RowSampling, TokenCounts
 from bough.engine.text import StopStrings
@@ -21,6 +26,12 @@ class Sequence:
     ) -> None:
         self.handle, self.request = handle, handle.request
         self.state: State | None = None
+        self.match: Match | None = None  # while it waits for what the cache has of it
+        self.cuts: set[int] = set()  # lengths at which its prefill leaves resume points
+        self.followed: set[Sequence] = set()  # those whose prefill it need not wait for any more
+        self.tries = 0  # to get from the cache what it has
+        self.use: Use | None = None  # as the cache learns from it, once the prompt is read
+        self.usage = Usage(prompt_tokens=len(self.request.prompt))
         self.tokens = list(self.request.prompt)
         self.limit = min(context, len(self.tokens) + self.request.params.max_tokens)
         self.end_tokens = frozenset() if self.request.params.ignore_eos else end_tokens
@@ -49,6 +60,15 @@ class Sequence:
     @property
     def written(self) -> list[int]:
         return self.tokens[len(self.request.prompt) :]
+
+    @cached_property
+    def symbols(self) -> Symbols:
+        """The prompt, as the cache compares it."""
+        return as_symbols(self.request.prompt)
+
+    @property
+    def salt(self) -> str | None:
+        return self.request.params.cache_salt
 
     @property
     def sampling(self) -> RowSampling:
@@ -96,8 +116,8 @@ class Sequence:
     def finish(self, reason: str) -> None:
         """Tell the client, and give the state back."""
         self.release()
-        usage = Usage(prompt_tokens=len(self.request.prompt), completion_tokens=len(self.written))
-        self.handle.end(Output("".join(self.text), self.written, reason, usage, self.logprobs, self.scores))
+        self.usage.completion_tokens = len(self.written)
+        self.handle.end(Output("".join(self.text), self.written, reason, self.usage, self.logprobs, self.scores))
 
     def fail(self, error: BaseException) -> None:
         self.release()

@@ -33,6 +33,11 @@ class ModelConfig(Mapping[str, Any]):
             raise ModelError(f"{folder} has no config.json; give a folder in the Hugging Face layout or a .gguf file")
         return ModelConfig(read_json(path), str(path))
 
+    @property
+    def raw(self) -> Mapping[str, Any]:
+        """All fields as they were read, unchecked."""
+        return self._fields
+
     def __getitem__(self, name: str) -> Any:
         value = self._fields.get(name)
         if value is None:

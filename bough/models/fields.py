@@ -49,6 +49,7 @@ _NAMES_BY_RULE: list[tuple[Rule, str]] = [
     (SIZE, "hidden_size vocab_size intermediate_size head_dim global_head_dim block_multiple_of"),
     (SIZE, "moe_intermediate_size shared_expert_intermediate_size vocab_size_per_layer_input"),
     (SIZE, "linear_key_head_dim linear_value_head_dim"),
+    (SIZE, "backbone_hidden_size num_centroids centroid_intermediate_top_k"),
     (whole(0, 1_000_000), "hidden_size_per_layer_input"),
     (LAYERS, "num_hidden_layers decoder_sparse_step full_attention_interval sliding_window_pattern"),
     (COUNT, "num_attention_heads num_key_value_heads num_global_key_value_heads"),
@@ -62,7 +63,7 @@ _NAMES_BY_RULE: list[tuple[Rule, str]] = [
     (number(1, 1e18), "rope_theta rope_local_base_freq"),
     (number(0, 1), "partial_rotary_factor"),
     (FLAG, "tie_word_embeddings attention_bias mlp_bias use_sliding_window conv_bias block_auto_adjust_ff_dim"),
-    (FLAG, "attention_k_eq_v use_double_wide_mlp enable_moe_block norm_topk_prob truncate"),
+    (FLAG, "attention_k_eq_v use_double_wide_mlp enable_moe_block norm_topk_prob truncate use_ordered_embeddings"),
     (FLAG_OR_NAME, "use_bidirectional_attention"),
     (NAME, "model_type hidden_act hidden_activation rope_type type dtype torch_dtype"),
     (several(NAME, "strings"), "layer_types"),
@@ -76,4 +77,8 @@ OBJECTS = {"text_config", "rope_parameters", "rope_scaling", "full_attention", "
 
 # Pairs of fields of which the second must be a multiple of the first, and those of which it must be at least as large.
 MULTIPLES = [("num_key_value_heads", "num_attention_heads"), ("linear_num_key_heads", "linear_num_value_heads")]
-AT_LEAST = [("num_experts_per_tok", "num_experts"), ("top_k_experts", "num_experts")]
+AT_LEAST = [
+    ("num_experts_per_tok", "num_experts"),
+    ("top_k_experts", "num_experts"),
+    ("centroid_intermediate_top_k", "num_centroids"),
+]

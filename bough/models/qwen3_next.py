@@ -148,7 +148,7 @@ class Qwen3Next(Model):
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
         self.layers = [self._layer(weights, index, each) for index, each in enumerate(layer_types(config))]
-        self.norm = self._norm(weights, "model.norm", self.hidden_size)
+        self.norm = self.read_norm(weights, "model.norm", self.hidden_size)
         self.rope = Rope(config.head_size, config.rope(), self.context, weights)
         self.kinds = [layer.mixer.kind for layer in self.layers]
 
@@ -158,25 +158,25 @@ class Qwen3Next(Model):
             x = layer(x, step, rotation)
         return self.norm(x)
 
-    def _norm(self, weights: Weights, name: str, size: int) -> ScaledRMSNorm:
+    def read_norm(self, weights: Weights, name: str, size: int) -> ScaledRMSNorm:
         return ScaledRMSNorm(weights.tensor(f"{name}.weight", (size,)), self.config.rms_norm_eps, zero_centred=True)
 
     def _layer(self, weights: Weights, index: int, layer_type: str) -> Layer:
         prefix = f"model.layers.{index}"
         mixer: Attention | GatedDelta
         if layer_type == FULL:
-            mixer = self._attention(weights, f"{prefix}.self_attn", index)
+            mixer = self.read_attention(weights, f"{prefix}.self_attn", index)
         else:
             inputs = self._delta_inputs(weights, f"{prefix}.linear_attn")
             mixer = GatedDelta(self.config, weights, f"{prefix}.linear_attn", index, inputs)
         return Layer(
-            self._norm(weights, f"{prefix}.input_layernorm", self.hidden_size),
+            self.read_norm(weights, f"{prefix}.input_layernorm", self.hidden_size),
             mixer,
-            self._norm(weights, f"{prefix}.post_attention_layernorm", self.hidden_size),
+            self.read_norm(weights, f"{prefix}.post_attention_layernorm", self.hidden_size),
             self._mlp(weights, f"{prefix}.mlp", index),
         )
 
-    def _attention(self, weights: Weights, prefix: str, index: int) -> Attention:
+    def read_attention(self, weights: Weights, prefix: str, index: int) -> Attention:
         config = self.config
         return Attention(
             weights,
@@ -186,8 +186,8 @@ class Qwen3Next(Model):
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_size,
-            q_norm=self._norm(weights, f"{prefix}.q_norm", config.head_size),
-            k_norm=self._norm(weights, f"{prefix}.k_norm", config.head_size),
+            q_norm=self.read_norm(weights, f"{prefix}.q_norm", config.head_size),
+            k_norm=self.read_norm(weights, f"{prefix}.k_norm", config.head_size),
             gated=True,
             bias=config.attention_bias,
             out_bias=config.attention_bias,

@@ -141,6 +141,18 @@ class State:
             slot = None
         return Snapshot(self.pool, start, end, runs, slot)
 
+    def adopt(self, path: Sequence[Snapshot]) -> None:
+        """Use the pages of a path of the same tokens instead of own ones that hold the same, where the reach is all."""
+        self.expect_ready()
+        for index in self.pool.page_stores:
+            if self.pool.stores[index].unit.reach is None:
+                sources = [(self.runs[index], self.known), *((each.runs[index], each.end) for each in path)]
+                run = self.pool.assembled(sources, 0, self.known)
+                assert run is not None
+                self.pool.stores[index].share(run.ids)
+                self.pool.stores[index].release(self.runs[index].ids)
+                self.runs[index] = run
+
     def forget(self, length: int) -> None:
         """Drop the point at `length`, if there is one."""
         if length in self.points:

@@ -336,6 +336,10 @@ class Pool:
         return kept
 
     @property
+    def free_slabs(self) -> int:
+        return len(self._free_slabs)
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of all pages and slots that are lent out, each once; the scratch entries included."""
         return sum(store.used * store.unit.stride for store in self.stores)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from bough.errors import StateError
-from bough.state.pool import Ids, Pool, Run
+from bough.state.pool import EMPTY, Ids, Pool, Run
 
 
 class Snapshot:
@@ -47,6 +47,11 @@ class Snapshot:
         """Whether a state can go on at `end`: every window and the slot are there."""
         has_slot = self.slot is not None or self.pool.slot_store is None or self.end == 0
         return has_slot and all(index in self.runs for index in self.pool.page_stores)
+
+    @property
+    def is_sound(self) -> bool:
+        """Memory does not go bad; what lies on a disk may (a copy of the prefix cache is asked this on every tier)."""
+        return True
 
     @property
     def nbytes(self) -> int:
@@ -78,22 +83,41 @@ class Snapshot:
         point.close()
         return whole
 
-    def sizes(self) -> list[int]:
-        """How many entries of each unit a copy of it takes."""
+    def sizes(self, *, edge: bool = True, point: bool = True) -> list[int]:
+        """How many entries of each unit a copy of its edge, its resume point or both takes."""
         counts = [0] * len(self.pool.stores)
-        for index, ids in self.references():
-            counts[index] = len(ids)
+        for index, run in self._part(edge, point).items():
+            counts[index] = len(run.ids)
+        if point and self.slot is not None and self.pool.slot_store is not None:
+            counts[self.pool.slot_store] = 1
         return counts
 
-    def copy_to(self, pool: Pool) -> "Snapshot":
-        """The same in another pool of the same layout. Raises PoolFull, and changes nothing, if there is no room."""
+    def copy_to(self, pool: Pool, *, edge: bool = True, point: bool = True) -> "Snapshot":
+        """The same, or its edge or resume point alone, in another pool of the same layout.
+
+        Raises PoolFull, and changes nothing, if there is no room.
+        """
         self._expect_open()
-        copy = vacant(
-            pool, self.start, self.end, {i: (run.first, len(run.ids)) for i, run in self.runs.items()}, self.slot
-        )
-        for (index, ids), (_, there) in zip(self.references(), copy.references(), strict=True):
+        runs, slot = self._part(edge, point), self.slot if point else None
+        shape = {index: (run.first, len(run.ids)) for index, run in runs.items()}
+        copy = vacant(pool, self.start if edge else self.end, self.end, shape, slot)
+        for index, run in runs.items():
+            pool.stores[index].copy_from(self.pool.stores[index], run.ids, copy.runs[index].ids)
+        for (index, ids), (_, there) in zip(
+            self.pool.slot_reference(slot), pool.slot_reference(copy.slot), strict=True
+        ):
             pool.stores[index].copy_from(self.pool.stores[index], ids, there)
         return copy
+
+    def _part(self, edge: bool, point: bool) -> dict[int, Run]:
+        """The runs of the edge, of the windows at its end, or of both. Without its edge a snapshot has empty ones."""
+        runs = {}
+        for index, run in self.runs.items():
+            if self.pool.stores[index].unit.reach is None:
+                runs[index] = run if edge else EMPTY
+            elif point:
+                runs[index] = run
+        return runs
 
     def split(self, at: int) -> "tuple[Snapshot | None, Snapshot | None]":
         """Two snapshots, of [start, at) and [at, end); takes this one over. Outside the ends one of them is None.

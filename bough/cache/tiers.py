@@ -1,0 +1,435 @@
+"""The tiers under the tree: room is made, copies move down and up, and what is new is written behind.
+
+Device and host are pools; the disk is a shelf of extents. Only the thread that owns the tree calls in here. The disk's
+thread posts what it has done into a queue, and `settle` takes it from there. Nothing waits for the disk: a node whose
+memory is needed before it was written is lost, and that is counted.
+"""
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from bough.cache.extent import Extent, Lost, Rows, connect
+from bough.cache.ledger import Ledger
+from bough.cache.policy import Index, Move
+from bough.cache.shelf import DiskCopy, Shelf, Staged, meta_of, shapes_of
+from bough.cache.tree import NOWHERE, Copy, Node, Symbols, Tier, Tree
+from bough.state.lane import Lane
+from bough.state.pool import Pool
+from bough.state.snapshot import Snapshot
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A copy on its way from disk to the device."""
+
+    node: Node
+    copy: DiskCopy  # held until it is done, so that no file goes meanwhile
+    start: int
+    end: int
+    edge: bool
+    point: bool
+    missing: int = 0  # extents not read yet
+    data: dict[Extent, dict[str, Rows]] = field(default_factory=dict)
+    done: bool = False
+    failed: bool = False
+
+
+class Tiers:
+    """Everything that moves between device, host and disk."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        index: Index,
+        ledger: Ledger,
+        device: Pool,
+        host: Pool | None,
+        shelf: Shelf | None,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.tree, self.index, self.ledger, self.clock = tree, index, ledger, clock
+        self.device, self.host, self.shelf = device, host, shelf
+        self.lane = Lane(device.device)
+        self.wake: Callable[[], None] = lambda: None  # called by the disk's thread when there is news
+        self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._loads: dict[Node, Load] = {}
+        self._unwritten: dict[Node, None] = {}  # in order of arrival
+        self._writing: set[Node] = set()
+        self._staged: list[tuple[Node, Staged]] = []
+        if shelf is not None:
+            self._recover(shelf)
+
+    # Room.
+
+    def make_room(self, needs: list[int], *, spare: bool = False, tier: Tier = Tier.DEVICE) -> bool:
+        """Evict until a pool can lend these; False if it cannot."""
+        pool = self.device if tier == Tier.DEVICE else self.host
+        assert pool is not None
+        while not pool.fits(needs, spare=spare):
+            if not self._evict(tier):
+                return False
+        if pool.slabs_for(needs, spare=spare) > pool.free_slabs:
+            self.lane.wait()  # what is being copied is not to be moved
+            pool.compact(needs, spare=spare)
+        return True
+
+    def _evict(self, tier: Tier) -> bool:
+        """Give up what is worth least on a tier; False if nothing there can go."""
+        now = self.clock()
+        chosen = self.index.least(tier, now, partial(self._frees, tier))
+        if chosen is None:  # a leaf whose pages others share too may stand before one that would free some
+            chosen = self.index.least(tier, now, partial(self._can_go, tier))
+        if chosen is None:
+            return False
+        node, move = chosen
+        self.ledger.count(f"{move.name.lower()}s_evicted_from_{tier.name.lower()}")
+        if move is Move.POINT:
+            self.drop_point(node, tier)
+        else:
+            if tier == Tier.DEVICE and self.host is not None:
+                self._to_host(node)
+            self.drop(node, tier)
+        return True
+
+    def _can_go(self, tier: Tier, node: Node, move: Move) -> bool:
+        return move is Move.LEAF and node.copies[tier] is not None and node.is_leaf(tier) and not node.pins
+
+    def _frees(self, tier: Tier, node: Node, move: Move) -> bool:
+        copy = node.copies[tier]
+        if copy is None or node.pins:
+            return False
+        if move is Move.LEAF:
+            return node.is_leaf(tier) and copy.freed_bytes > 0
+        return copy.resumes and _point_frees(copy)
+
+    def drop_point(self, node: Node, tier: Tier) -> None:
+        """Take the resume point off a copy; a node that is neither fork nor resume point is joined with the next."""
+        copy = node.copies[tier]
+        assert copy is not None
+        self.tree.put(node, tier, copy.without_point())
+        if not node.resumes:
+            self.ledger.bury(node, tier, "resume point", self.clock())
+            if self.tree.can_merge(node):
+                self._unwritten.pop(node, None)
+                self.tree.merge(node)
+
+    def drop(self, node: Node, tier: Tier) -> None:
+        """Take a copy away; a node that nothing is left of goes, with all below it."""
+        copy = node.copies[tier]
+        assert copy is not None
+        copy.close()
+        self.tree.put(node, tier, None)
+        if node.best == NOWHERE:
+            if tier < Tier.DISK and self.shelf is not None:
+                self.ledger.count("nodes_lost_before_they_were_written")
+            self.remove(node, tier)
+
+    def remove(self, node: Node, tier: Tier) -> None:
+        """Take a node and all below it out of the tree."""
+        below = [node]
+        for each in below:
+            below.extend(each.children.values())
+        for each in reversed(below):
+            self.ledger.bury(each, tier, "node", self.clock())
+            self._unwritten.pop(each, None)
+            self.tree.remove(each)
+
+    def _to_host(self, node: Node) -> None:
+        """Copy what is on the device to the host, unless a slower tier has as much."""
+        copy = node.copies[Tier.DEVICE]
+        assert isinstance(copy, Snapshot) and self.host is not None
+        if any(c is not None and c.is_sound and c.resumes >= copy.resumes for c in node.copies[Tier.HOST :]):
+            return
+        if (old := node.copies[Tier.HOST]) is not None:
+            old.close()
+            self.tree.put(node, Tier.HOST, None)
+        if self.make_room(copy.sizes(), spare=True, tier=Tier.HOST):
+            with self.lane.copying():
+                self.tree.put(node, Tier.HOST, copy.copy_to(self.host))
+            self.ledger.count("nodes_demoted_to_host")
+
+    # Up.
+
+    def promote(self, node: Node, *, point: bool) -> "Load | bool":
+        """Bring a node's edge to the device, and its resume point if wanted. True: it is there; False: it cannot be.
+
+        A Load is one that is being read from disk.
+        """
+        have = node.copies[Tier.DEVICE]
+        edge, point = have is None, point and not (have is not None and have.resumes)
+        if not edge and not point:
+            return True
+        if load := self._loads.get(node):
+            return load if (load.edge, load.point) == (edge, point) else False
+        host = node.copies[Tier.HOST]
+        if isinstance(host, Snapshot) and (host.resumes or not point):
+            if not self.make_room(host.sizes(edge=edge, point=point), spare=True):
+                return False
+            with self.lane.copying():
+                self.give(node, Tier.DEVICE, host.copy_to(self.device, edge=edge, point=point))
+            self.ledger.count("nodes_promoted_from_host")
+            return True
+        disk = node.copies[Tier.DISK]
+        if not isinstance(disk, DiskCopy) or not disk.is_sound or (point and not disk.resumes):
+            return False
+        return self._load(node, disk, edge=edge, point=point)
+
+    def _load(self, node: Node, disk: DiskCopy, *, edge: bool, point: bool) -> "Load | bool":
+        if not self.make_room(disk.sizes(self.device, node.start, node.end, edge=edge, point=point), spare=True):
+            return False
+        assert self.shelf is not None
+        wanted = disk.wanted(edge=edge, point=point)
+        load = Load(node, disk.clone(), node.start, node.end, edge, point, missing=len(wanted))
+        self._loads[node] = load
+        for extent, rows in wanted.items():
+            self.shelf.disk.read(extent, rows, partial(self._post, self._loaded, load, extent))
+        return load
+
+    def _loaded(self, load: Load, extent: Extent, rows: dict[str, Rows] | Lost) -> None:
+        assert self.shelf is not None
+        load.missing -= 1
+        if isinstance(rows, Lost):
+            load.failed = True
+            self.shelf.lost.add(extent)
+            self.ledger.count(f"extents_found_{rows}")
+        else:
+            load.data[extent] = rows
+            self.shelf.disk.touch(extent)
+        read = [each for each in self._loads.values() if not each.missing]
+        for each in sorted(read, key=lambda each: each.start):  # a path from its beginning
+            before = each.node.path()[:-1]
+            if not any(node in self._loads for node in before):
+                self._finish(each)
+
+    def _finish(self, load: Load) -> None:
+        del self._loads[load.node]
+        load.done = True
+        parent = load.node.parent
+        reached = parent is not None and (parent.parent is None or parent.copies[Tier.DEVICE] is not None)
+        edge, point = load.edge, load.point
+        needs = load.copy.sizes(self.device, load.start, load.end, edge=edge, point=point)
+        if not load.failed and reached and load.node.end == load.end and self.make_room(needs, spare=True):
+            made = load.copy.filled(self.device, load.start, load.end, load.data, edge=edge, point=point)
+            self.attach(load.node, Tier.DEVICE, made, made.start)
+            self.ledger.count("nodes_promoted_from_disk")
+        else:
+            load.failed = True
+        load.data = {}
+        load.copy.close()
+
+    def give(self, node: Node, tier: Tier, copy: Copy) -> None:
+        """Let the node have a copy, or of it what it lacks."""
+        have = node.copies[tier]
+        if have is None:
+            self.tree.put(node, tier, copy)
+        elif copy.resumes and not have.resumes:
+            self.tree.put(node, tier, have.with_point(copy))
+        else:
+            copy.close()
+
+    def attach(self, node: Node, tier: Tier, copy: Copy, start: int) -> None:
+        """Give a copy of [start, the node's end) to the node and those before it that it covers.
+
+        The edge it was made of may have been split meanwhile. What belongs to no whole edge is dropped.
+        """
+        if start == node.end:  # a resume point alone
+            if node.copies[tier] is None:
+                copy.close()
+            else:
+                self.give(node, tier, copy)
+            return
+        pieces: list[tuple[Node, Copy]] = []
+        rest: Copy | None = copy
+        while rest is not None and node.start > start and node.parent is not None:
+            rest, right = rest.split(node.start)
+            assert right is not None
+            pieces.append((node, right))
+            node = node.parent
+        if rest is not None and node.start == start:
+            pieces.append((node, rest))
+        elif rest is not None:
+            rest.close()
+        for owner, piece in reversed(pieces):
+            self.give(owner, tier, piece)
+
+    # Down to disk.
+
+    def note(self, node: Node) -> None:
+        """The node has something that the disk may lack."""
+        if self.shelf is not None:
+            self._unwritten.setdefault(node)
+
+    def settle(self) -> None:
+        """Take in what the disk has done, and hand it what is to be written, as fast as it may be."""
+        self._take_news()
+        if self.shelf is None:
+            return
+        if self.shelf.lost:
+            self._purge()
+        self._submit_staged(paced=True)
+        while self._unwritten and self.shelf.disk.ready() and self._write_next(paced=True):
+            pass
+
+    def _take_news(self) -> None:
+        while not self._news.empty():
+            self._news.get()()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being read or written that `settle` should be called for."""
+        return bool(self._loads or self._writing or self._unwritten)
+
+    def flush(self) -> None:
+        """Write all there is to write, however long it takes."""
+        if self.shelf is None:
+            return
+        while True:
+            for _ in range(16):  # so many copies at a time, beside what they are copies of
+                if not self._write_next(paced=False):
+                    break
+            self.lane.wait()
+            self._submit_staged(paced=False)
+            self.shelf.disk.drain()
+            if self._news.empty():
+                return
+            self._take_news()
+
+    def _write_next(self, *, paced: bool) -> bool:
+        """Stage the oldest node that is not on disk, the path before it first. False: nothing can be done now."""
+        assert self.shelf is not None
+        for node in self._unwritten:
+            path = [each for each in node.path() if self._lacks(each)]
+            if not path:
+                del self._unwritten[node]
+                return True
+            if path[0] in self._writing:
+                continue
+            del self._unwritten[node]
+            if path[0] is not node:
+                self._unwritten[node] = None
+            return self._stage(path[0], paced=paced)
+        return False
+
+    def _lacks(self, node: Node) -> bool:
+        """Whether the disk has less of a node than memory has."""
+        disk = node.copies[Tier.DISK]
+        if disk is None or not disk.is_sound:
+            return True
+        return not disk.resumes and node.resumes
+
+    def _stage(self, node: Node, *, paced: bool) -> bool:
+        assert self.shelf is not None
+        memory = [c for c in node.copies[: Tier.DISK] if isinstance(c, Snapshot)]
+        if not memory:
+            return True
+        source = next((c for c in memory if c.resumes), memory[0])
+        if source.pool is self.host and not self.lane.idle:
+            self._unwritten = {node: None, **self._unwritten}
+            return False  # its bytes may still be on their way
+        edge = node.copies[Tier.DISK] is None
+        arrays = shapes_of(source, edge=edge, point=source.resumes)
+        size = self.shelf.disk.size_of(node.start if edge else node.end, node.end, arrays, meta_of(source))
+        while self.shelf.disk.free_bytes < size:
+            if not self._evict(Tier.DISK):
+                self.ledger.count("nodes_too_large_for_disk")
+                return True
+        if paced and not self.shelf.disk.room_for(size):
+            self._unwritten = {node: None, **self._unwritten}
+            return False
+        self._writing.add(node)
+        self.lane.fence()
+        self._staged.append((node, Staged(source, edge=edge, point=source.resumes)))
+        self._submit_staged(paced=paced)
+        return True
+
+    def _submit_staged(self, *, paced: bool) -> None:
+        assert self.shelf is not None
+        waiting = []
+        for node, staged in self._staged:
+            if not staged.ready:
+                waiting.append((node, staged))
+                continue
+            if node.parent is None or node.end != staged.end:  # it went, or grew into another
+                self._writing.discard(node)
+                continue
+            piece = staged.piece(node.root().salt, _tokens(node))
+            if not self.shelf.disk.write(piece, partial(self._post, self._wrote, node, staged), paced=paced):
+                self._writing.discard(node)
+                self.note(node)
+        self._staged = waiting
+
+    def _wrote(self, node: Node, staged: Staged, extent: Extent | None) -> None:
+        assert self.shelf is not None
+        self._writing.discard(node)
+        if extent is None:
+            self.ledger.count("writes_failed")
+            return
+        copy = self.shelf.copy_of(extent)
+        if node.parent is None or node.end != staged.end or (not copy.parts and node.copies[Tier.DISK] is None):
+            copy.close()
+            return
+        self.attach(node, Tier.DISK, copy, staged.start)
+        self.ledger.count("nodes_written_to_disk")
+        if self._lacks(node):
+            self.note(node)
+
+    def _post(self, what: Callable[..., None], *args: object) -> None:
+        """Called by the disk's thread."""
+        self._news.put(partial(what, *args))
+        self.wake()
+
+    # After a restart, and after damage.
+
+    def _recover(self, shelf: Shelf) -> None:
+        """Hang what the disk has into the tree."""
+        found, stranded = connect(shelf.disk.extents)
+        for extent, path in found:
+            shelf.hold(extent)  # until the tree has what it wants of it
+            node = self.tree.grow(extent.salt, path, extent.used)
+            self.attach(node, Tier.DISK, shelf.copy_of(extent), extent.start)
+            for each in node.path():
+                each.used = max(each.used, extent.used)
+            shelf.drop(extent)
+        for extent in stranded:
+            shelf.disk.delete(extent)
+        self.ledger.count("stranded_extents_dropped", len(stranded))
+        while shelf.disk.free_bytes < 0 and self._evict(Tier.DISK):
+            pass
+
+    def _purge(self) -> None:
+        """Drop copies on disk that turned out to be damaged. Pinned nodes come later."""
+        for node, copy in list(self._disk_copies()):
+            if node.parent is not None and not copy.is_sound and not node.pins:
+                self.drop(node, Tier.DISK)
+
+    def _disk_copies(self) -> Iterator[tuple[Node, DiskCopy]]:
+        for node in self.tree.walk():
+            if isinstance(copy := node.copies[Tier.DISK], DiskCopy):
+                yield node, copy
+
+    def check(self) -> None:
+        self.tree.check()
+        if self.shelf is not None:
+            loading = [load.copy for load in self._loads.values()]
+            self.shelf.check([*loading, *(copy for _, copy in self._disk_copies())])
+
+
+def _point_frees(copy: Copy) -> bool:
+    if isinstance(copy, DiskCopy):
+        return copy.point is not None and all(part.extent is not copy.point for part in copy.parts)
+    assert isinstance(copy, Snapshot)
+    pool = copy.pool
+    if copy.slot is not None:
+        return pool.slot_refs(copy.slot) == 1
+    windows = [(i, run) for i, run in copy.runs.items() if pool.stores[i].unit.reach is not None]
+    return any((pool.stores[i].refs[run.ids] == 1).any() for i, run in windows)
+
+
+def _tokens(node: Node) -> Symbols:
+    return np.concatenate([each.symbols for each in node.path()])
