@@ -55,7 +55,7 @@ def test_scores_are_not_doubled_by_starting_over(folder):
             handle.result()
 
 
-@pytest.mark.parametrize("place", ["sample", "plan"])
+@pytest.mark.parametrize("place", ["verify", "plan"])
 def test_a_fault_in_any_place_ends_requests_and_leaves_nobody_waiting(llama_folder, monkeypatch, place):
     def fault(*_):
         raise ValueError("broken on purpose")
@@ -67,7 +67,7 @@ def test_a_fault_in_any_place_ends_requests_and_leaves_nobody_waiting(llama_fold
     with pytest.raises(ValueError, match="on purpose"):
         engine.generate("the fox", GREEDY)
     monkeypatch.undo()
-    if place == "sample":
+    if place == "verify":
         assert len(engine.generate("the fox", GREEDY).tokens) == 60
     else:
         with pytest.raises(RequestError, match="closed"):

@@ -14,9 +14,10 @@ from toy import DELTA, FULL, WINDOW, check, close, feed, pool_of, text, toy, use
 
 from bough.errors import PoolFull, StateError
 from bough.state.live import State
-from bough.state.pool import Pool, Run
+from bough.state.pool import Pool
 from bough.state.reservation import forward
 from bough.state.snapshot import Snapshot, merge
+from bough.state.store import Run
 
 
 class Mechanism(StateMachine):

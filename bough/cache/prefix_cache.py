@@ -22,8 +22,9 @@ from bough.cache.shelf import Shelf
 from bough.cache.tiers import Load, Tiers
 from bough.cache.tree import Node, Symbols, Tier, Tree, Walk, as_symbols
 from bough.state.live import State
-from bough.state.pool import EMPTY, Pool
+from bough.state.pool import Pool
 from bough.state.snapshot import Snapshot
+from bough.state.store import EMPTY
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +60,7 @@ class PrefixCache:
         enabled: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.pool, self.enabled, self.clock = pool, enabled, clock
+        self.pool, self.policy, self.enabled, self.clock = pool, policy, enabled, clock
         units = pool.layout.units
         self.has_points = any(not unit.is_page or unit.reach is not None for unit in units)
         self.point_tokens = _point_tokens(pool)

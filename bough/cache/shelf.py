@@ -18,8 +18,9 @@ from bough.cache.disk import Disk
 from bough.cache.extent import Extent, PathDigest, Piece, Rows
 from bough.cache.tree import Symbols
 from bough.state.layout import Layout
-from bough.state.pool import Ids, Pool, Store
+from bough.state.pool import Pool
 from bough.state.snapshot import Snapshot, vacant
+from bough.state.store import Ids, Store
 
 
 class Shelf:

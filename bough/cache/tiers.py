@@ -55,6 +55,7 @@ class Tiers:
     ) -> None:
         self.tree, self.index, self.ledger, self.clock = tree, index, ledger, clock
         self.device, self.host, self.shelf = device, host, shelf
+        self.neighbour: Tiers | None = None  # that of another model's states in the same arena
         self.lane = Lane(device.device)
         self.wake: Callable[[], None] = lambda: None  # called by the disk's thread when there is news
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -72,12 +73,25 @@ class Tiers:
         pool = self.device if tier == Tier.DEVICE else self.host
         assert pool is not None
         while not pool.fits(needs, spare=spare):
-            if not self._evict(tier):
+            if not any(tiers._evict(tier) for tiers in self._fullest_first(tier)):
                 return False
         if pool.slabs_for(needs, spare=spare) > pool.free_slabs:
             self.lane.wait()  # what is being copied is not to be moved
             pool.compact(needs, spare=spare)
         return True
+
+    def _fullest_first(self, tier: Tier) -> "list[Tiers]":
+        """Itself and the one it shares an arena with, that which holds more tokens first."""
+        if self.neighbour is None:
+            return [self]
+        return sorted((self, self.neighbour), key=lambda tiers: -tiers._tokens_held(tier))
+
+    def _tokens_held(self, tier: Tier) -> float:
+        pool = self.device if tier == Tier.DEVICE else self.host
+        if pool is None:
+            return 0.0
+        stores = [pool.stores[i] for i in pool.page_stores if pool.stores[i].unit.reach is None]
+        return max((store.used for store in stores), default=pool.used_bytes)
 
     def _evict(self, tier: Tier) -> bool:
         """Give up what is worth least on a tier; False if nothing there can go."""

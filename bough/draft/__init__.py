@@ -66,6 +66,10 @@ class Drafter(Protocol):
     def kinds(self) -> "Sequence[Kind | None]":
         """What it keeps of each sequence, by layer of its own; empty if nothing."""
 
+    @property
+    def lag(self) -> int:
+        """Which token of a text its state is fed first: an MTP head pairs token 1 with the row of token 0."""
+
     def committed(self, rows: Sequence[Grown]) -> None:
         """Texts have grown. Told in order and without gaps; what was drafted and not accepted is never told."""
 

@@ -98,6 +98,8 @@ def _mlp(target: Qwen3Next, weights: Weights, prefix: str) -> GatedMLP | SparseM
 class MTPDrafter:
     """Keeps a state of the head level with each text, and drafts from its end."""
 
+    lag = 1
+
     def __init__(self, head: MTPHead) -> None:
         self.head, self.kinds = head, head.kinds
         self._last: dict[int, Tensor] = {}  # the head's row at the end of each text

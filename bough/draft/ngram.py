@@ -127,6 +127,7 @@ class NGram:
     """The drafter: a Lookup for each sequence, and Siblings for each salt."""
 
     kinds: "Sequence[Kind | None]" = ()
+    lag = 0
 
     def __init__(self, *, entries: int = ENTRIES, salts: int = SALTS) -> None:
         self.entries, self.salts = entries, salts

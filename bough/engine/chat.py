@@ -1,10 +1,15 @@
-"""Chat: a conversation that keeps the token ids of its turns, so that a reply is never tokenised again."""
+"""Chat: a conversation that keeps the token ids of its turns, so that a reply is never tokenised again.
+
+It also tells the engine where its turns end: there other chats, forks and edits will leave it.
+"""
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bough.cache.tree import as_symbols, common
 from bough.config import SamplingParams
 from bough.engine.request import Handle, Output, Piece
 from bough.engine.template import ChatTemplate, Message, Transcript
@@ -16,10 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What was said, the whole prompt that asked for the reply, and the reply."""
+    """What was said, the whole prompt that asked for the reply, where turns end in it, and the reply."""
 
     said: Message
     prompt: Transcript
+    boundaries: tuple[int, ...]
     output: Output
 
     @property
@@ -70,7 +76,24 @@ class Chat:
             prompt = self.template.extend(last.prompt, last.output.tokens, messages, tools=self.tools, **self.options)
         else:
             prompt = self.template.prompt(messages, tools=self.tools, **self.options)
-        return Reply(self, said, prompt, params or self.params)
+        return Reply(self, said, prompt, self._boundaries(prompt, messages), params or self.params)
+
+    def _boundaries(self, prompt: Transcript, messages: list[Message]) -> tuple[int, ...]:
+        """Where turns end in a prompt. Those that the last prompt had are still there as far as its tokens are; the
+        ends of the reply and of what was said now come to them, so the cost is that of rendering the chat twice.
+        """
+        if not self.engine.cache.places_points:
+            return ()
+        if not self.turns:
+            return tuple(self.template.boundaries(prompt, messages, tools=self.tools, **self.options))
+        last, closed = self.turns[-1], {**self.options, "add_generation_prompt": False}
+        kept = _common(prompt.tokens, last.prompt.tokens)
+        found = {at for at in last.boundaries if at <= kept}
+        for part in (messages[:-1], messages):
+            with suppress(TemplateError):  # some refuse a chat that does not end with the user
+                ended = self.template.extend(last.prompt, last.output.tokens, part, tools=self.tools, **closed)
+                found.add(_common(prompt.tokens, ended.tokens))
+        return tuple(sorted(at for at in found if 0 < at < len(prompt.tokens)))
 
     def fork(self) -> "Chat":
         """A second conversation with the same past."""
@@ -91,9 +114,12 @@ class Reply:
     A reply that nobody holds any more is cancelled. One whose chat was taken back meanwhile does not become a turn.
     """
 
-    def __init__(self, chat: Chat, said: Message, prompt: Transcript, params: SamplingParams) -> None:
-        self._chat, self._past, self._said, self._prompt = chat, chat.turns, said, prompt
-        self.handle: Handle = chat.engine.submit(prompt.tokens, params)
+    def __init__(
+        self, chat: Chat, said: Message, prompt: Transcript, boundaries: tuple[int, ...], params: SamplingParams
+    ) -> None:
+        self._chat, self._past = chat, chat.turns
+        self._said, self._prompt, self._boundaries = said, prompt, boundaries
+        self.handle: Handle = chat.engine.submit(prompt.tokens, params, boundaries=boundaries)
         weakref.finalize(self, self.handle.cancel)
         chat.open.add(self)
 
@@ -114,6 +140,11 @@ class Reply:
             return
         self._chat.open.discard(self)
         self.handle.cancel()
-        turn = Turn(self._said, self._prompt, self.output)
+        turn = Turn(self._said, self._prompt, self._boundaries, self.output)
         if self._chat.turns is self._past:
             self._chat.turns = (*self._past, turn)
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    return common(as_symbols(left), as_symbols(right))

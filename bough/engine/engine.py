@@ -12,25 +12,24 @@ from typing import Any, TypeVar, overload
 import torch
 
 from bough.config import CacheConfig, SamplingParams, is_int, require
-from bough.engine.caching import Cache, prefix_cache
+from bough.draft.load import DraftOption, drafter_for
+from bough.engine.caching import Cache, draft_cache, prefix_cache
 from bough.engine.chat import Chat
+from bough.engine.drafting import Drafting
 from bough.engine.load import Loaded, load
 from bough.engine.loop import Loop
 from bough.engine.measure import Fit, reserve
-from bough.engine.memory import spare_bytes
+from bough.engine.memory import pools
 from bough.engine.request import Handle, Output, Piece, Request
 from bough.engine.runner import Runner
 from bough.engine.sampler import TokenCounts, resolve_seed
 from bough.engine.sequence import Sequence as Running
 from bough.errors import BadPrompt, EmptyPrompt, OptionError, PoolFull, PromptTooLong, RequestError, TokenOutOfRange
-from bough.models.load import DTYPES
 from bough.models.weights import Progress
 from bough.state import capacity
 from bough.state.layout import Layout
-from bough.state.pool import Pool
 
 Prompt = str | Sequence[int]  # or an array or tensor of ints: whatever has tolist()
-MAX_RUNNING = 64
 Result = TypeVar("Result")
 
 
@@ -45,6 +44,7 @@ class Engine:
         context: int | None = None,
         max_running: int | None = None,
         step_tokens: int | None = None,
+        draft: DraftOption = "auto",
     ) -> None:
         self.name, self.model, self.tokenizer = loaded.name, loaded.model, loaded.tokenizer
         self.end_tokens, self.defaults = loaded.end_tokens, loaded.sampling
@@ -55,14 +55,24 @@ class Engine:
         self.step_tokens = _at_least_one("step_tokens", step_tokens) or (
             512 if self.model.device.type == "cpu" else 2048
         )
-        pool = self._pool(cache or CacheConfig(), _at_least_one("max_running", max_running))
+        cache = cache or CacheConfig()
+        drafter = drafter_for(draft, self.model)
+        pool, draft_pool, last_layer = pools(
+            self.model,
+            drafter,
+            cache,
+            context=self.context,
+            step_tokens=self.step_tokens,
+            max_running=_at_least_one("max_running", max_running),
+        )
         self.max_running = pool.max_running
         self._longest = capacity.tokens_that_fit(
-            pool.layout, pool.slabs, self.step_tokens, self.max_running, self.context
+            [each.layout for each in pool.arena.pools], pool.slabs, self.step_tokens, self.max_running, self.context
         )
-        self._runner = Runner(self.model, pool)
-        prefixes = prefix_cache(cache or CacheConfig(), loaded, pool)
-        self._loop = Loop(self._runner, prefixes, max_running=self.max_running, step_tokens=self.step_tokens)
+        self._runner = Runner(self.model, pool, last_layer)
+        prefixes = prefix_cache(cache, loaded, pool)
+        drafting = Drafting(drafter, self._runner, draft_cache(prefixes, draft_pool))
+        self._loop = Loop(self._runner, prefixes, drafting, max_running=self.max_running, step_tokens=self.step_tokens)
         self.cache = Cache(self, prefixes)
 
     @classmethod
@@ -75,36 +85,17 @@ class Engine:
         cache: CacheConfig | None = None,
         context: int | None = None,
         max_running: int | None = None,
+        draft: DraftOption = "auto",
         progress: Progress | None = None,
     ) -> "Engine":
-        """Load a Hugging Face folder or a GGUF file. `progress` is told (tensors read, tensors in all)."""
+        """Load a Hugging Face folder or a GGUF file. `progress` is told (tensors read, tensors in all).
+
+        `draft`: "auto" (what the model ships, else ngram), "mtp", "ngram", the path of a draft model, or None.
+        """
         for name, value in (("context", context), ("max_running", max_running)):
             _at_least_one(name, value)  # before the work of loading
         loaded = load(Path(os.path.expanduser(model)), dtype=dtype, device=_device(device), progress=progress)
-        return cls(loaded, cache=cache, context=context, max_running=max_running)
-
-    def _pool(self, cache: CacheConfig, max_running: int | None) -> Pool:
-        """The memory for state, and how many sequences may run in it, as far as neither was given."""
-        kv_dtype = None if cache.dtype == "auto" else DTYPES[cache.dtype]
-        layout = Layout.of(self.model.kinds, page_tokens=cache.page_tokens, dtype=self.model.dtype, kv_dtype=kv_dtype)
-
-        def needed(sequences: int, tokens: int, running: int) -> int:
-            return capacity.slabs(layout, sequences, tokens, self.step_tokens, running) * layout.slab_bytes
-
-        nbytes = cache.device_bytes
-        if nbytes is None:
-            most = needed(max_running or MAX_RUNNING, self.context, max_running or MAX_RUNNING)
-            nbytes = min(most, max(spare_bytes(self.model.device), min(needed(1, self.context, 1), 1 << 30)))
-        if max_running is None:  # slots for all that run are kept back, so leave room for pages
-            room, some = nbytes, min(self.context, 4096)
-            max_running = max(1, capacity.largest(MAX_RUNNING, lambda running: needed(1, some, running) <= room))
-        try:
-            return Pool(layout, nbytes, device=self.model.device, max_running=max_running)
-        except (RuntimeError, MemoryError):
-            raise PoolFull(
-                f"{nbytes:,} bytes for state cannot be had on {self.model.device};"
-                " ask for less (CacheConfig.device_bytes, or --cache-bytes)"
-            ) from None
+        return cls(loaded, cache=cache, context=context, max_running=max_running, draft=draft)
 
     @overload
     def generate(self, prompt: str, params: SamplingParams | None = None) -> Output: ...

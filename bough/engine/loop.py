@@ -6,6 +6,7 @@ Only this thread touches states, the pool, the cache and the model. Clients talk
 import atexit
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -16,13 +17,16 @@ from torch import Tensor
 
 from bough.cache.prefix_cache import PrefixCache
 from bough.cache.tree import common
+from bough.draft import Draft
+from bough.engine.drafting import Drafting
 from bough.engine.request import Handle
 from bough.engine.runner import Runner
-from bough.engine.sampler import sample
 from bough.engine.scheduler import plan
 from bough.engine.sequence import Sequence
+from bough.engine.verify import verify
 from bough.errors import BadLogits, PoolFull, RequestError
 from bough.state.live import State
+from bough.state.transaction import Transaction
 
 Result = TypeVar("Result")
 PACE = 0.02  # seconds between looks at a disk that is being written to, when there is nothing else to do
@@ -32,12 +36,16 @@ MOST_TRIES = 3  # to bring back what the cache has of a request, before it makes
 class Loop:
     """Waiting and running sequences, and the thread that works on them."""
 
-    def __init__(self, runner: Runner, cache: PrefixCache, *, max_running: int, step_tokens: int) -> None:
-        self.runner, self.cache, self.max_running, self.step_tokens = runner, cache, max_running, step_tokens
+    def __init__(
+        self, runner: Runner, cache: PrefixCache, drafting: Drafting, *, max_running: int, step_tokens: int
+    ) -> None:
+        self.runner, self.cache, self.drafting = runner, cache, drafting
+        self.max_running, self.step_tokens = max_running, step_tokens
         self._inbox: queue.SimpleQueue[Sequence | Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._preempted: set[Sequence] = set()  # those among the waiting that had to give their memory back
+        self._short_of_memory = False  # too short to draft
         self._closed = False
         self._gate = threading.Lock()  # nothing is put into the inbox after the order to close
         self._thread = threading.Thread(target=self._work, name="bough-engine", daemon=True)
@@ -107,8 +115,8 @@ class Loop:
 
     def _receive(self) -> bool:
         """Take in what was submitted, waiting if there is nothing else to do. False when the engine closes."""
-        loading = any(sequence.match is not None for sequence in self._waiting)
-        idle = not self._running and (loading or not self._waiting)
+        loading = (sequence.match is not None and not sequence.match.ready for sequence in self._waiting)
+        idle = not self._running and all(loading)
         while idle or not self._inbox.empty():
             try:
                 item = self._inbox.get(timeout=PACE if self.cache.tiers.busy else None)
@@ -163,6 +171,7 @@ class Loop:
         self.cache.restore(match, sequence.state)
         sequence.cuts = set(self.cache.points(match, sequence.request.boundaries))
         sequence.match = None
+        self.drafting.begin(sequence, match.resumable)
         if not sequence.written:
             sequence.usage.matched_tokens, sequence.usage.cached_tokens = match.matched, match.resumable
             self.cache.count(match)
@@ -192,6 +201,7 @@ class Loop:
         rows = plan(self._running, self.step_tokens)
         try:
             self._advance(rows)
+            self._short_of_memory = False
         except PoolFull as error:
             self._make_room(error)
         except Exception as error:  # noqa: BLE001 (whatever it is, its requests are told, and the others go on)
@@ -200,49 +210,122 @@ class Loop:
     def _advance(self, rows: list[tuple[Sequence, int]]) -> None:
         if not rows:
             return
+        began, sequences = time.perf_counter(), [sequence for sequence, _ in rows]
+        choosing = [s for s, count in rows if count == s.pending and s.wants_token]
+        writing = [s for s in choosing if s.pending == 1 and _state(s).known == s.computed]
+        drafts = {} if self._short_of_memory else self.drafting.drafts(writing, len(rows))
+        before = [s.computed for s in sequences]
+        hidden, logits, opened = self._forward(rows, choosing, drafts)
+        ended = {s: "length" for s in sequences if not s.pending and not s.wants_token}
+        accepted = self._choose(choosing, logits, drafts, opened, ended)
+        seconds, start = time.perf_counter() - began, 0
+        for (sequence, count), known in zip(rows, before, strict=True):
+            if not sequence.handle.done:
+                self._read(sequence, known, hidden[start : start + sequence.computed - known])
+            start += count + len(drafts.get(sequence, ()))
+        for sequence in writing:
+            if sequence in accepted:
+                self.drafting.learn(sequence, accepted[sequence], seconds, len(rows))
+        for sequence, reason in ended.items():
+            self._end(sequence, reason)
+
+    def _forward(
+        self, rows: list[tuple[Sequence, int]], choosing: list[Sequence], drafts: dict[Sequence, Draft]
+    ) -> tuple[Tensor, Tensor, dict[Sequence, Transaction]]:
+        """Feed all rows, those with drafts in transactions; hidden rows, and the logits that tokens are chosen by."""
         batch = [(_state(s), s.tokens[s.computed : s.computed + count]) for s, count in rows]
         cuts = [sorted(at for at in s.cuts if s.computed < at <= s.computed + count) for s, count in rows]
-        wanted = [i for i, (s, count) in enumerate(rows) if count == s.pending and s.wants_token]
+        wanted = [1 + len(drafts.get(s, ())) if s in choosing else 0 for s, _ in rows]
         self.cache.make_points_room(sum(map(len, cuts)))
         self.cache.tiers.lane.fence()
-        hidden, logits = self.runner.forward(batch, wanted, cuts)
-        start = 0
-        for (sequence, count), reached in zip(rows, cuts, strict=True):
-            sequence.cuts.difference_update(reached)
-            if reached or sequence.computed <= len(sequence.request.prompt):
-                self.cache.admit(_state(sequence), sequence.tokens, sequence.salt, ended=False)
-            sequence.handle.prefilled = min(sequence.computed, len(sequence.request.prompt))
-            if sequence.use is None and sequence.computed >= len(sequence.request.prompt):
-                sequence.use = self.cache.used(sequence.symbols, sequence.salt, sequence.usage.cached_tokens)
-            if sequence.request.score:
-                following = sequence.tokens[sequence.computed - count + 1 : sequence.computed + 1]
-                sequence.scores += self.runner.scores(hidden[start : start + count], following)
-            start += count
-            if not sequence.pending and not sequence.wants_token:
-                self._end(sequence, "length")
-        if wanted:
-            self._choose([rows[i][0] for i in wanted], logits)
-
-    def _choose(self, sequences: list[Sequence], logits: Tensor) -> None:
+        opened = {sequence: _state(sequence).begin() for sequence in drafts}
         try:
-            sampled = sample(logits, [s.sampling for s in sequences])
+            by_row = {row: drafts[s] for row, (s, _) in enumerate(rows) if s in drafts}
+            hidden, logits = self.runner.forward(batch, wanted, cuts, by_row)
+        except BaseException:
+            for transaction in opened.values():
+                transaction.commit(0)
+            raise
+        for (sequence, _), reached in zip(rows, cuts, strict=True):
+            sequence.cuts.difference_update(reached)
+        return hidden, logits, opened
+
+    def _read(self, sequence: Sequence, before: int, hidden: Tensor) -> None:
+        """A sequence has read tokens, whose hidden rows these are: others are told that they could go on from there."""
+        prompt = len(sequence.request.prompt)
+        if before < prompt:
+            self.cache.admit(_state(sequence), sequence.tokens, sequence.salt, ended=False)
+            sequence.handle.prefilled = min(sequence.computed, prompt)
+            if sequence.request.score:
+                following = sequence.tokens[before + 1 : sequence.computed + 1]
+                sequence.scores += self.runner.scores(hidden, following)
+            if sequence.use is None and sequence.computed >= prompt:
+                sequence.use = self.cache.used(sequence.symbols, sequence.salt, sequence.usage.cached_tokens)
+        self.drafting.grew(sequence, hidden)
+
+    def _choose(
+        self,
+        sequences: list[Sequence],
+        logits: Tensor,
+        drafts: dict[Sequence, Draft],
+        opened: dict[Sequence, Transaction],
+        ended: dict[Sequence, str],
+    ) -> dict[Sequence, int]:
+        """Let each sequence take its next tokens: those of its draft that it would have chosen itself, and one more.
+
+        Returns how many of its draft's tokens stood. A sequence that ends with one of them holds none after it.
+        """
+        rows = {s: 1 + len(drafts.get(s, ())) for s in sequences}
+        if not rows:
+            return {}
+        try:
+            verdicts = verify(logits, [(s, drafts.get(s, ())) for s in sequences])
         except BadLogits as error:
-            self._fail([sequences[row] for row in error.rows], error)
-            kept = [i for i in range(len(sequences)) if i not in error.rows]
-            if kept:
-                self._choose([sequences[i] for i in kept], logits[kept])
-            return
-        for sequence, token, logprobs in zip(sequences, sampled.tokens, sampled.logprobs, strict=True):
-            reason = sequence.append(token, logprobs)
-            if reason:
-                self._end(sequence, reason)
+            return self._choose_others(error, rows, logits, drafts, opened, ended)
+        accepted = {}
+        for sequence, verdict in zip(sequences, verdicts, strict=True):
+            kept, reason = 0, None
+            for token, logprobs in verdict.tokens:
+                kept += 1
+                if reason := sequence.append(token, logprobs):
+                    ended[sequence] = reason
+                    break
+            if sequence in opened:
+                opened[sequence].commit(kept)
+                sequence.usage.drafted_tokens += len(drafts[sequence])
+                sequence.usage.accepted_tokens += min(kept, verdict.accepted)
+            accepted[sequence] = verdict.accepted
+        return accepted
+
+    def _choose_others(
+        self,
+        error: BadLogits,
+        rows: dict[Sequence, int],
+        logits: Tensor,
+        drafts: dict[Sequence, Draft],
+        opened: dict[Sequence, Transaction],
+        ended: dict[Sequence, str],
+    ) -> dict[Sequence, int]:
+        """Some logits are not numbers: their sequences fail, or try again without a draft if they had one."""
+        owners = [sequence for sequence, count in rows.items() for _ in range(count)]
+        bad = {owners[row] for row in error.rows}
+        for sequence in bad & opened.keys():
+            opened[sequence].commit(0)
+            self.drafting.park(sequence)
+        self._fail([sequence for sequence in bad if sequence not in opened], error)
+        kept = [row for row, owner in enumerate(owners) if owner not in bad]
+        return self._choose([s for s in rows if s not in bad], logits[kept], drafts, opened, ended)
 
     def _make_room(self, error: PoolFull) -> None:
         """Memory ran out: the cache gives some up, or the newest sequence, which goes on when another has ended."""
         if error.needs and self.cache.make_room(error.needs):
             return
+        if not self._short_of_memory:
+            self._short_of_memory = True  # once more, without drafts
+            return
         newest = self._running.pop()
         if self._running:
+            self.drafting.end(newest)
             self.cache.admit(_state(newest), newest.tokens, newest.salt, ended=True)
             newest.release()
             newest.scores = []
@@ -254,6 +337,7 @@ class Loop:
     def _end(self, sequence: Sequence, reason: str) -> None:
         """The request is done: what was computed for it is kept."""
         if sequence.state is not None:
+            self.drafting.end(sequence)
             self.cache.admit(sequence.state, sequence.tokens, sequence.salt, ended=True)
             if sequence.use is not None:
                 self.cache.finished(sequence.use, len(sequence.written))
@@ -262,6 +346,7 @@ class Loop:
 
     def _fail(self, sequences: list[Sequence], error: Exception) -> None:
         for sequence in sequences:
+            self.drafting.park(sequence)
             self._forget(sequence)
             sequence.fail(error)
 

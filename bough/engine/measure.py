@@ -26,15 +26,15 @@ class Fit:
 
 def reserve(runner: Runner, *, step_tokens: int, context: int, max_running: int) -> Fit:
     """Run the largest steps there can be over made-up tokens, and tell what fits. No sequence is touched."""
-    layout, slabs = runner.pool.layout, runner.pool.slabs
-    longest = capacity.tokens_that_fit(layout, slabs, step_tokens, max_running, context)
+    layouts, slabs = [pool.layout for pool in runner.pool.arena.pools], runner.pool.slabs
+    longest = capacity.tokens_that_fit(layouts, slabs, step_tokens, max_running, context)
     prompt = min(step_tokens, longest)
     writing = min(step_tokens, max_running)
     histories = [longest - 1 if row < LONG_ROWS else 0 for row in range(writing)]
     shapes = [([prompt], [longest - prompt]), ([1] * writing, histories)]
     peak = max(peak_bytes(runner, counts, history) for counts, history in shapes)
     lengths = sorted({length for length in (1024, 4096, 16384, 65536, longest) if 0 < length <= longest})
-    fits = {n: capacity.sequences_that_fit(layout, slabs, n, step_tokens, max_running) for n in lengths}
+    fits = {n: capacity.sequences_that_fit(layouts, slabs, n, step_tokens, max_running) for n in lengths}
     return Fit(runner.model.weight_bytes, peak, runner.pool.nbytes, max(prompt, writing), longest, fits)
 
 

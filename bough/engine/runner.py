@@ -3,11 +3,15 @@
 The only place in the engine that touches the model and the pool together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from bough import ops
+from bough.draft import Draft
 from bough.models.model import Model
 from bough.state.live import State
 from bough.state.pool import Pool
@@ -20,19 +24,39 @@ SCORE_ROWS = 256  # logits of so many rows at a time when a whole prompt is scor
 class Runner:
     """A model and the pool its states live in."""
 
-    def __init__(self, model: Model, pool: Pool) -> None:
+    def __init__(self, model: Model, pool: Pool, last_layer: int | None = None) -> None:
         self.model, self.pool = model, pool
+        self.last_layer = last_layer  # where slots keep the last hidden row too, for a drafter that goes on from it
 
     @torch.inference_mode()
     def forward(
-        self, batch: Sequence[tuple[State, Sequence[int]]], wanted: Sequence[int], cuts: Cuts | None = None
+        self,
+        batch: Sequence[tuple[State, Sequence[int]]],
+        wanted: Sequence[int],
+        cuts: Cuts | None = None,
+        drafts: Mapping[int, Draft] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Feed the states; the hidden rows of all tokens, and the logits of the last token of rows `wanted`."""
-        with forward(self.pool, batch, cuts=cuts) as step:
+        """Feed the states; the hidden rows of all tokens, and the logits of the last `wanted` tokens of each row.
+
+        Rows with drafts are fed these after their own tokens.
+        """
+        drafts = drafts or {}
+        padded = [(state, [*tokens, *[0] * len(drafts.get(row, ()))]) for row, (state, tokens) in enumerate(batch)]
+        with forward(self.pool, padded, cuts=cuts) as step:
+            ends = list(accumulate(step.rows.counts))
+            if drafts:
+                step = replace(step, tokens=_with_drafts(step.tokens, ends, drafts))
             hidden = self.model(step)
-            ends = torch.tensor(step.rows.counts).cumsum(0) - 1
-            last = hidden[ends[list(wanted)].to(hidden.device)]
-            return hidden, self.model.logits(last)
+            if self.last_layer is not None:
+                ops.carry(hidden, step.rows, stored=step.slots(self.last_layer, "conv"))
+            places = [at for end, count in zip(ends, wanted, strict=True) for at in range(end - count, end)]
+            return hidden, self.model.logits(hidden[torch.tensor(places, dtype=torch.int64, device=hidden.device)])
+
+    def last_row(self, state: State | None) -> Tensor | None:
+        """The hidden row of the last token that a state holds, where it is kept."""
+        if self.last_layer is None or state is None or state.slot is None:
+            return None
+        return self.pool.part(self.last_layer, "conv")[state.slot, 0].to(self.model.dtype).clone()
 
     @torch.inference_mode()
     def scores(self, hidden: Tensor, following: Sequence[int]) -> list[float]:
@@ -52,3 +76,11 @@ class Runner:
         hidden = self.model(step)
         ends = torch.tensor(step.rows.counts).cumsum(0) - 1
         self.model.logits(hidden[ends.to(hidden.device)])
+
+
+def _with_drafts(tokens: Tensor, ends: Sequence[int], drafts: Mapping[int, Draft]) -> Tensor:
+    """The tokens of a step with drafts in their places, wherever they were made: nobody waits for a device."""
+    tokens = tokens.clone()
+    for row, draft in drafts.items():
+        tokens[ends[row] - len(draft) : ends[row]] = torch.as_tensor(draft, dtype=tokens.dtype, device=tokens.device)
+    return tokens

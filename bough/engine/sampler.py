@@ -104,6 +104,7 @@ class Sampled:
     ids: Tensor  # [R] int64, on the device of the logits
     tokens: list[int]  # the same, on the host
     logprobs: list[Logprobs | None]  # None for rows that did not ask
+    along: list[int]  # what was sent along
 
 
 def resolve_seed(params: SamplingParams) -> int:
@@ -111,12 +112,15 @@ def resolve_seed(params: SamplingParams) -> int:
     return secrets.randbits(63) if params.seed is None else params.seed
 
 
-def sample(logits: Tensor, rows: Sequence[RowSampling]) -> Sampled:
-    """Choose a token for each row of logits [R, V]. Raises BadLogits, which names the rows at fault."""
+def sample(logits: Tensor, rows: Sequence[RowSampling], along: Sequence[Tensor] = ()) -> Sampled:
+    """Choose a token for each row of logits [R, V]. Raises BadLogits, which names the rows at fault.
+
+    Other ids on the device may be sent `along` to the host, so that whoever wants them does not wait again.
+    """
     ids, scores = draw(logits, rows)
     asking = [r for r, row in enumerate(rows) if row.params.logprobs is not None]
     most = max((rows[r].params.logprobs or 0 for r in asking), default=0)
-    parts = [ids.double(), scores.double()]  # float64 carries token ids and float32 exactly
+    parts = [ids.double(), scores.double(), *(each.double() for each in along)]  # exact for ids and float32
     for piece in _pieces(asking, logits.shape[1]):
         which = _send(piece, torch.int64, logits.device)
         parts.append(_logprobs(logits[which].float(), ids[which], most).flatten())
@@ -127,13 +131,15 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> Sampled:
     if bad:
         raise BadLogits(bad)
     logprobs: list[Logprobs | None] = [None] * count
-    width = len(numbers[2 * count :]) // max(len(asking), 1)
+    sent = 2 * count + sum(map(len, along))
+    width = len(numbers[sent:]) // max(len(asking), 1)
     for a, r in enumerate(asking):
-        start = 2 * count + a * width
+        start = sent + a * width
         tokens, values = numbers[start : start + width : 2], numbers[start + 1 : start + width : 2]
         top = list(zip(map(int, tokens), values, strict=True))[1:]
         logprobs[r] = Logprobs(chosen=values[0], top=top[: rows[r].params.logprobs])
-    return Sampled(ids=ids, tokens=[int(token) for token in numbers[:count]], logprobs=logprobs)
+    chosen, others = ([int(each) for each in part] for part in (numbers[:count], numbers[2 * count : sent]))
+    return Sampled(ids=ids, tokens=chosen, logprobs=logprobs, along=others)
 
 
 def draw(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:

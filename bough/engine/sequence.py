@@ -1,5 +1,6 @@
 """Sequence: a running request, its tokens, its State, and the text made of them."""
 
+from collections.abc import Sequence as Tokens
 from functools import cached_property
 
 from bough.cache.prefix_cache import Match
@@ -73,7 +74,12 @@ class Sequence:
     @property
     def sampling(self) -> RowSampling:
         """How the next token is chosen."""
-        return RowSampling(self.request.params, self.request.seed, len(self.written), self.counts)
+        return self.sampling_at(0)
+
+    def sampling_at(self, depth: int, drafted: Tokens[int] = ()) -> RowSampling:
+        """How the token after so many more is chosen, if these are what was drafted."""
+        index = len(self.tokens) - len(self.request.prompt) + depth
+        return RowSampling(self.request.params, self.request.seed, index, self.counts, drafted)
 
     def append(self, token: int, logprobs: Logprobs | None) -> str | None:
         """Take the next token; returns why the request ends with it, or None."""

@@ -4,7 +4,7 @@ Every op that uses state takes it stored (Pages, Slots) or as explicit tensors, 
 """
 
 from bough.ops.attention import Mask, attention, write_pages
-from bough.ops.conv import causal_conv, replay_conv
+from bough.ops.conv import carry, causal_conv, replay_conv
 from bough.ops.delta import delta_gates, gated_delta, replay_delta
 from bough.ops.linear import arranged, linear
 from bough.ops.norm import rms_norm, rms_norm_gated, rms_norm_scaled
@@ -18,6 +18,7 @@ __all__ = [
     "Slots",
     "arranged",
     "attention",
+    "carry",
     "causal_conv",
     "delta_gates",
     "gated_delta",

@@ -27,17 +27,28 @@ def causal_conv(
     and cuts shorter than the tail need no special case. Sums are float32.
     """
     slots = open_slots("causal_conv", rows, stored, explicit)
-    keep = len(taps) - 1
     outs = []
     for row, start, end in rows:
-        inputs = torch.cat([slots.before(row).to(x.dtype), x[start:end]])  # [K − 1 + n, C]
-        outs.append(_convolve(inputs, taps, bias, activation))
-        slots.data[slots.write[row]] = inputs[end - start :]
-        slots.record(row, x[start:end])
-        for cut, slot in slots.cuts_of(row, rows).items():
-            slots.data[slot] = inputs[cut : cut + keep]
+        outs.append(_convolve(_carried(x[start:end], row, rows, slots), taps, bias, activation))
     out = outs[0] if len(outs) == 1 else torch.cat(outs) if outs else torch.empty_like(x)
     return close_slots(out, slots, explicit)
+
+
+def carry(x: Tensor, rows: Rows, *, stored: Slots) -> None:
+    """Keep the last inputs x [T, C] of each row, as a convolution over them would, and compute nothing."""
+    slots = open_slots("carry", rows, stored, None)
+    for row, start, end in rows:
+        _carried(x[start:end], row, rows, slots)
+
+
+def _carried(x: Tensor, row: int, rows: Rows, slots: Slots) -> Tensor:
+    """A row's tail before its inputs x [n, C], and these: [K − 1 + n, C]. The tails after it are put into its slots."""
+    inputs = torch.cat([slots.before(row).to(x.dtype), x])
+    slots.data[slots.write[row]] = inputs[len(x) :]
+    slots.record(row, x)
+    for cut, slot in slots.cuts_of(row, rows).items():
+        slots.data[slot] = inputs[cut : cut + slots.data.shape[1]]
+    return inputs
 
 
 def replay_conv(before: Tensor, target: Tensor, inputs: Sequence[Tensor], count: int) -> None:

@@ -4,7 +4,7 @@ Ints only. A pool is full when it runs out of slabs, so everything is counted in
 sequences that may run at once are counted first, since the pool keeps them back.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bough.state.layout import Layout
 
@@ -30,15 +30,21 @@ def slabs(layout: Layout, sequences: int, tokens: int, step_tokens: int, max_run
     return total
 
 
-def tokens_that_fit(layout: Layout, available: int, step_tokens: int, max_running: int, most: int) -> int:
-    """The length that one sequence can reach with `available` slabs, at most `most`."""
-    return largest(most, lambda n: slabs(layout, 1, n, min(step_tokens, n), max_running) <= available)
+def tokens_that_fit(layouts: Sequence[Layout], available: int, step_tokens: int, max_running: int, most: int) -> int:
+    """The length that one sequence can reach with `available` slabs, at most `most`; all layouts share them."""
+    return largest(
+        most, lambda n: sum(slabs(each, 1, n, min(step_tokens, n), max_running) for each in layouts) <= available
+    )
 
 
-def sequences_that_fit(layout: Layout, available: int, tokens: int, step_tokens: int, max_running: int) -> int:
+def sequences_that_fit(
+    layouts: Sequence[Layout], available: int, tokens: int, step_tokens: int, max_running: int
+) -> int:
     """How many sequences of `tokens` tokens fit at once, at most `max_running`."""
     step = min(step_tokens, tokens)
-    return largest(max_running, lambda n: slabs(layout, n, tokens, step, max_running) <= available)
+    return largest(
+        max_running, lambda n: sum(slabs(each, n, tokens, step, max_running) for each in layouts) <= available
+    )
 
 
 def largest(most: int, fits: Callable[[int], bool]) -> int:

@@ -10,6 +10,7 @@ Knows kinds and sizes; allocates nothing.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -72,26 +73,50 @@ class Layout:
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
     ) -> "Layout":
-        groups: dict[tuple[bool, int | None], dict[tuple[int, str], tuple[Part, tuple[int, ...]]]] = {}
-        for layer, kind in enumerate(kinds):
-            if kind is None:
-                continue
-            if isinstance(kind, PageKind):
-                group = groups.setdefault((True, kind.reach), {})
-                for part in kind.parts(kv_dtype or dtype):
-                    group[layer, part.name] = (part, (page_tokens, *part.shape))
-            else:
-                group = groups.setdefault((False, 0), {})
-                for part in kind.parts(dtype):
-                    group[layer, part.name] = (part, part.shape)
-        packed = [(key, *_pack(group)) for key, group in groups.items()]
-        slab, per_slab = _slab([nbytes for _, _, nbytes in packed])
+        return layouts([kinds], page_tokens=page_tokens, dtype=dtype, kv_dtype=kv_dtype)[0]
+
+
+def layouts(
+    models: Sequence[Sequence[Kind | None]],
+    *,
+    page_tokens: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+) -> list[Layout]:
+    """The layouts of several models, of given kinds each, whose pools share one arena: all divide the same slab."""
+    packed = [_packed(kinds, page_tokens, dtype, kv_dtype or dtype) for kinds in models]
+    slab, counts = _slab([nbytes for units in packed for _, _, nbytes in units])
+    per_slab, made = iter(counts), []
+    for kinds, model in zip(models, packed, strict=True):
         units = tuple(
             Unit(_name(*key), *key, fields, nbytes, slab // count, count)
-            for (key, fields, nbytes), count in zip(packed, per_slab, strict=True)
+            for (key, fields, nbytes), count in zip(model, islice(per_slab, len(model)), strict=True)
         )
         unit_of = {layer: index for index, unit in enumerate(units) for layer, _ in unit.fields}
-        return Layout(tuple(kinds), units, unit_of, page_tokens, slab)
+        made.append(Layout(tuple(kinds), units, unit_of, page_tokens, slab))
+    return made
+
+
+Group = tuple[bool, int | None]  # whether it is of pages, and its reach
+
+
+def _packed(
+    kinds: Sequence[Kind | None], page_tokens: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> list[tuple[Group, dict[tuple[int, str], Field], int]]:
+    """The units of a model: their fields and the bytes they take."""
+    groups: dict[Group, dict[tuple[int, str], tuple[Part, tuple[int, ...]]]] = {}
+    for layer, kind in enumerate(kinds):
+        if kind is None:
+            continue
+        if isinstance(kind, PageKind):
+            group = groups.setdefault((True, kind.reach), {})
+            for part in kind.parts(kv_dtype):
+                group[layer, part.name] = (part, (page_tokens, *part.shape))
+        else:
+            group = groups.setdefault((False, 0), {})
+            for part in kind.parts(dtype):
+                group[layer, part.name] = (part, part.shape)
+    return [(key, *_pack(group)) for key, group in groups.items()]
 
 
 def _name(is_page: bool, reach: int | None) -> str:

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 from bough.errors import PoolFull, StateError
-from bough.state.pool import EMPTY, Ids, Pool, Run
+from bough.state.pool import Pool
 from bough.state.snapshot import Snapshot
+from bough.state.store import EMPTY, Ids, Run
 from bough.state.transaction import Transaction
 
 

@@ -12,19 +12,17 @@ Knows nothing of models or trees.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from bough.errors import PoolFull
 from bough.state.capacity import slabs
-from bough.state.layout import Field, Layout, Unit
-
-Ids = NDArray[np.int64]
+from bough.state.layout import Layout
+from bough.state.store import Ids, Run, Store
 
 
 class Holder(Protocol):
@@ -37,30 +35,6 @@ class Holder(Protocol):
         """Entry i of the unit is at where[i] now."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
-    """Consecutive pages of a sequence: `ids[j]` is its page number `first + j`."""
-
-    first: int
-    ids: Ids
-
-    @property
-    def end(self) -> int:
-        return self.first + len(self.ids)
-
-    def part(self, first: int, end: int) -> "Run":
-        """Those of its pages that are numbered [first, end)."""
-        low = min(max(first, self.first), self.end)
-        high = max(low, min(end, self.end))
-        return Run(low, self.ids[low - self.first : high - self.first])
-
-    def moved(self, where: Ids) -> "Run":
-        return Run(self.first, where[self.ids])
-
-
-EMPTY = Run(0, np.empty(0, np.int64))
-
-
 class Running(Protocol):
     """A holder that needs a slot that it can write to go on."""
 
@@ -71,157 +45,54 @@ class Running(Protocol):
         """A slot set aside for it beside its present one."""
 
 
-class Store:
-    """The entries of one unit: where they are, how many refer to each, how far each page is filled."""
+@dataclass(slots=True)
+class Arena:
+    """Memory in slabs, and the pools that share it."""
 
-    def __init__(self, unit: Unit, arena: torch.Tensor, slab_bytes: int, free_slabs: list[int]) -> None:
-        self.unit = unit
-        self.capacity = arena.numel() // slab_bytes * unit.per_slab
-        self.refs = np.zeros(self.capacity, np.int32)
-        self.fill = np.zeros(self.capacity, np.int32)
-        self.data = arena.view(-1, unit.stride)  # [capacity, stride] uint8: one row is one page or slot
-        self.parts = {key: self._part(field) for key, field in unit.fields.items()}
-        self.used = 0  # entries
-        self.slabs = 0  # those this unit owns
-        self._unused: dict[int, list[int]] = {}  # by slab that is partly used: its other entries
-        self._free_slabs = free_slabs  # shared by all stores
-        self.scratch = int(self.take(1)[0])
-
-    def _part(self, field: Field) -> torch.Tensor:
-        """One layer's part of every entry: [capacity, *shape], at the unit's stride."""
-        raw = self.data[:, field.offset : field.offset + field.nbytes]
-        return raw.view(field.part.dtype).view(self.capacity, *field.shape)
-
-    def slabs_for(self, count: int) -> int:
-        """How many more slabs it takes to lend `count` entries."""
-        unused = self.slabs * self.unit.per_slab - self.used
-        return max(0, -(-(count - unused) // self.unit.per_slab))
-
-    def take(self, count: int) -> Ids:
-        """Lend `count` entries, each with one reference. The caller has made sure that they fit."""
-        taken: list[int] = []
-        while len(taken) < count:
-            if not self._unused:
-                slab = self._free_slabs.pop()
-                first = slab * self.unit.per_slab
-                self._unused[slab] = list(range(first + self.unit.per_slab - 1, first - 1, -1))
-                self.slabs += 1
-            slab, unused = next(iter(self._unused.items()))
-            keep = max(0, len(unused) - (count - len(taken)))
-            taken += reversed(unused[keep:])
-            del unused[keep:]
-            if not unused:
-                del self._unused[slab]
-        ids = np.array(taken, np.int64)
-        self.refs[ids] = 1
-        self.fill[ids] = 0
-        self.used += count
-        return ids
-
-    def share(self, ids: Ids) -> None:
-        """Add one reference to each."""
-        assert self.refs[ids].all(), "an entry is shared that nobody holds"
-        self.refs[ids] += 1
-
-    def release(self, ids: Ids) -> None:
-        """Drop one reference to each; entries nobody refers to go back, and so do slabs that are empty."""
-        left = self.refs[ids] - 1
-        assert (left >= 0).all(), "an entry is released more often than it was lent"
-        self.refs[ids] = left
-        gone = ids[left == 0]
-        self.used -= len(gone)
-        for entry in gone.tolist():
-            slab = entry // self.unit.per_slab
-            unused = self._unused.setdefault(slab, [])
-            unused.append(entry)
-            if len(unused) == self.unit.per_slab:
-                del self._unused[slab]
-                self._free_slabs.append(slab)
-                self.slabs -= 1
-
-    def copy(self, source: Ids, target: Ids) -> None:
-        """Copy whole entries, all layers at once."""
-        self.copy_from(self, source, target)
-
-    def copy_from(self, other: "Store", source: Ids, target: Ids) -> None:
-        """Copy whole entries of another store of the same unit. Copies to or from a device are not waited for."""
-        for a, b in zip(source.tolist(), target.tolist(), strict=True):
-            self.data[b].copy_(other.data[a], non_blocking=True)
-
-    def gather(self, slabs: int) -> Ids | None:
-        """Empty up to so many slabs by moving what they hold to unused entries of others; where everything is then."""
-        room = {slab: len(unused) for slab, unused in self._unused.items()}
-        left = sum(room.values())
-        sources: list[int] = []
-        for slab in sorted(room, key=lambda slab: -room[slab]):
-            if slab == self.scratch // self.unit.per_slab:
-                continue
-            left -= self.unit.per_slab  # the room that it has, and the room that what it holds will take
-            if len(sources) == slabs or left < 0:
-                break
-            sources.append(slab)
-        if not sources:
-            return None
-        where = np.arange(self.capacity)
-        leaving = {slab: self._unused.pop(slab) for slab in sources}
-        for slab, not_held in leaving.items():
-            first = slab * self.unit.per_slab
-            moving = np.setdiff1d(np.arange(first, first + self.unit.per_slab), not_held)
-            there = self.take(len(moving))
-            self.copy(moving, there)
-            self.refs[there], self.fill[there] = self.refs[moving], self.fill[moving]
-            self.refs[moving] = 0
-            where[moving] = there
-            self.used -= len(moving)
-            self.slabs -= 1
-            self._free_slabs.append(slab)
-        return where
-
-    def check(self, held: NDArray[np.int32]) -> set[int]:
-        """Assert the invariants, given how many holders list each entry; returns the slabs this unit owns."""
-        held[self.scratch] += 1
-        wrong = np.flatnonzero(held != self.refs)[:8]
-        assert not len(wrong), f"{self.unit.name} {wrong}: refs {self.refs[wrong]}, held {held[wrong]}"
-        used = np.flatnonzero(self.refs)
-        slabs = set((used // self.unit.per_slab).tolist())
-        assert (self.used, self.slabs) == (len(used), len(slabs)), f"{self.unit.name}: miscounted"
-        owned = {s * self.unit.per_slab + i for s in slabs for i in range(self.unit.per_slab)}
-        unused = [entry for entries in self._unused.values() for entry in entries]
-        assert sorted(unused) == sorted(owned.difference(used.tolist())), f"{self.unit.name}: an entry is lost"
-        return slabs
+    data: torch.Tensor  # uint8
+    free: list[int]  # slabs
+    pools: "list[Pool]" = field(default_factory=list)
 
 
 class Pool:
-    """One arena of `nbytes` and the stores that share its slabs."""
+    """The stores of one layout, in an arena of `nbytes`, of its own or shared with the pool that it stands `beside`."""
 
     def __init__(
         self,
         layout: Layout,
-        nbytes: int,
+        nbytes: int = 0,
         *,
         max_running: int,
         device: torch.device | str = "cpu",
         pinned: bool = False,
+        beside: "Pool | None" = None,
     ) -> None:
-        self.layout = layout
-        self.device = torch.device(device)
-        self.max_running = max_running
-        self.slabs = nbytes // layout.slab_bytes
+        self.layout, self.max_running = layout, max_running
+        if beside is None:
+            self.slabs, self.device = nbytes // layout.slab_bytes, torch.device(device)
+            self._expect_enough(nbytes)
+            data = torch.empty(self.slabs * layout.slab_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+            self.arena = Arena(data, list(range(self.slabs - 1, -1, -1)))
+        else:
+            assert layout.slab_bytes == beside.layout.slab_bytes, "layouts of one arena are made together"
+            self.slabs, self.device, self.arena = beside.slabs, beside.device, beside.arena
         self.nbytes = self.slabs * layout.slab_bytes
-        least = slabs(layout, 1, tokens=1, step_tokens=1, max_running=max_running) * layout.slab_bytes
-        if self.nbytes < least:
-            raise PoolFull(
-                f"{nbytes:,} bytes are too few: the state of {max_running} sequences takes {least:,} at the least;"
-                " give more (CacheConfig.device_bytes, or --cache-bytes) or run fewer (max_running)"
-            )
-        arena = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device, pin_memory=pinned)
-        self._free_slabs = list(range(self.slabs - 1, -1, -1))
-        self.stores = tuple(Store(unit, arena, layout.slab_bytes, self._free_slabs) for unit in layout.units)
+        self._free_slabs = self.arena.free
+        self.stores = tuple(Store(unit, self.arena.data, layout.slab_bytes, self._free_slabs) for unit in layout.units)
         self.page_stores = tuple(i for i, store in enumerate(self.stores) if store.unit.is_page)
         slots = [i for i, store in enumerate(self.stores) if not store.unit.is_page]
         self.slot_store = slots[0] if slots else None
         self.states: set[Running] = set()
         self._holders: set[Holder] = set()
+        self.arena.pools.append(self)
+
+    def _expect_enough(self, nbytes: int) -> None:
+        least = slabs(self.layout, 1, tokens=1, step_tokens=1, max_running=self.max_running) * self.layout.slab_bytes
+        if self.slabs * self.layout.slab_bytes < least:
+            raise PoolFull(
+                f"{nbytes:,} bytes are too few: the state of {self.max_running} sequences takes {least:,} at the least;"
+                " give more (CacheConfig.device_bytes, or --cache-bytes) or run fewer (max_running)"
+            )
 
     def part(self, layer: int, name: str) -> torch.Tensor:
         """A layer's part of every entry of its unit: [entries, *shape]."""
@@ -244,21 +115,27 @@ class Pool:
 
     def slabs_for(self, counts: Sequence[int], *, spare: bool = False) -> int:
         """How many free slabs it takes to lend these, and to keep back what running sequences may still ask for."""
-        needs = self._with_owed(counts, spare)
-        return sum(store.slabs_for(count) for store, count in zip(self.stores, needs, strict=True))
+        return sum(store.slabs_for(count) for store, count in self._all_needs(counts, spare))
 
     def fits(self, counts: Sequence[int], *, spare: bool = False) -> bool:
         """Whether these can be lent, if need be after moving entries together (`compact`)."""
-        needs = zip(self.stores, self._with_owed(counts, spare), strict=True)
+        needs = self._all_needs(counts, spare)
         return sum(-(-(store.used + count) // store.unit.per_slab) for store, count in needs) <= self.slabs
 
     def compact(self, counts: Sequence[int], *, spare: bool = False) -> None:
         """Move entries together until slabs enough are free to lend these, as far as that helps. Between steps only."""
-        for index, store in enumerate(self.stores):
-            lacking = self.slabs_for(counts, spare=spare) - len(self._free_slabs)
-            if lacking > 0 and (where := store.gather(lacking)) is not None:
-                for holder in self._holders:
-                    holder.moved(index, where)
+        for pool in self.arena.pools:
+            for index, store in enumerate(pool.stores):
+                lacking = self.slabs_for(counts, spare=spare) - len(self._free_slabs)
+                if lacking > 0 and (where := store.gather(lacking)) is not None:
+                    for holder in pool._holders:
+                        holder.moved(index, where)
+
+    def _all_needs(self, counts: Sequence[int], spare: bool) -> Iterator[tuple[Store, int]]:
+        """The stores of all pools of the arena, with what is asked of each or owed by it."""
+        for pool in self.arena.pools:
+            asked = counts if pool is self else [0] * len(pool.stores)
+            yield from zip(pool.stores, pool._with_owed(asked, spare), strict=True)
 
     def _with_owed(self, counts: Sequence[int], spare: bool) -> list[int]:
         needs = list(counts)
@@ -288,7 +165,12 @@ class Pool:
         if self.slot_store is None:
             return 0
         store = self.stores[self.slot_store]
-        unused = (store.slabs + len(self._free_slabs)) * store.unit.per_slab - store.used
+        owed = sum(
+            pool.stores[pool.slot_store].slabs_for(pool._owed_slots)
+            for pool in self.arena.pools
+            if pool is not self and pool.slot_store is not None
+        )
+        unused = (store.slabs + len(self._free_slabs) - owed) * store.unit.per_slab - store.used
         return unused - self._owed_slots
 
     def slot_reference(self, slot: int | None) -> list[tuple[int, Ids]]:
@@ -356,10 +238,13 @@ class Pool:
         self._holders.remove(holder)
 
     def check(self) -> None:
-        """Assert every invariant of the pool against its holders. For tests and for an idle engine."""
-        held = [np.zeros(store.capacity, np.int32) for store in self.stores]
-        for holder in self._holders:
-            for index, ids in holder.references():
-                np.add.at(held[index], ids, 1)
-        owned = [slab for store, refs in zip(self.stores, held, strict=True) for slab in store.check(refs)]
+        """Assert every invariant of the arena against the holders of its pools. For tests and for an idle engine."""
+        owned: list[int] = []
+        for pool in self.arena.pools:
+            held = [np.zeros(store.capacity, np.int32) for store in pool.stores]
+            for holder in pool._holders:
+                for index, ids in holder.references():
+                    np.add.at(held[index], ids, 1)
+            for store, refs in zip(pool.stores, held, strict=True):
+                owned += store.check(refs)
         assert sorted([*self._free_slabs, *owned]) == list(range(self.slabs)), "a slab is lost or owned twice"

@@ -22,9 +22,10 @@ from bough.errors import StateError
 from bough.ops.attention import Mask
 from bough.ops.ragged import Recording, Rows
 from bough.state.live import State
-from bough.state.pool import EMPTY, Ids, Pool, Run, Store
+from bough.state.pool import Pool
 from bough.state.snapshot import Snapshot
 from bough.state.step import Step
+from bough.state.store import EMPTY, Ids, Run, Store
 
 Batch = Sequence[tuple[State, Sequence[int]]]
 Cuts = Sequence[Sequence[int]]  # for each row, the lengths at which it shall be resumable

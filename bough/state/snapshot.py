@@ -19,7 +19,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from bough.errors import StateError
-from bough.state.pool import EMPTY, Ids, Pool, Run
+from bough.state.pool import Pool
+from bough.state.store import EMPTY, Ids, Run
 
 
 class Snapshot:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from bough.ops.attention import Mask
 from bough.ops.ragged import Pages, Recording, Rows, Slots
-from bough.state.pool import Pool, Run
+from bough.state.pool import Pool
+from bough.state.store import Run
 
 Ints = NDArray[np.int64]
 Recordings = tuple[dict[tuple[int, str], Recording] | None, ...]

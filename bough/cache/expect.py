@@ -1,0 +1,239 @@
+"""What is expected of each node: which use it waits for, and how often such uses come back. No bytes, no clock.
+
+Every node waits for the request that took it last to go on (OWN), for anyone who shares it once two conversations do
+(SHARED), or, when its conversation has gone on past or beside it, for someone to return to it (LEFT). Its resume point
+waits on its own account: for the request that ends there to go on, for whoever resumes there, or, inside a path, for
+someone to leave the path there (INSIDE).
+
+`Learned` has a model of how long such waits take; `Recent` only knows when things were used last.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+from bough.cache.reuse import BINS, EDGES, Kind, Model, Recall, Use, bin_of
+from bough.cache.tree import NOWHERE, Node, Symbols
+
+CONTINUES = 0.6  # of a path must be shared to be the same conversation
+OUTDATED = 0.05  # a curve is drawn again when the model has had so many more lessons, as a share
+
+
+class Facts:
+    """What is known about a node."""
+
+    __slots__ = ("passed", "point", "resumed", "stamps", "use")
+
+    def __init__(self, use: Use, resumed: float) -> None:
+        self.use = use  # what it waits for
+        self.point: Use | None = None  # what its resume point waits for
+        self.passed: Use | None = None  # the request that took it last
+        self.resumed = resumed  # when a request last ended or resumed there
+        self.stamps = [0] * NOWHERE  # of its entries in an index
+
+
+def facts_of(node: Node) -> Facts:
+    facts = node.facts
+    assert isinstance(facts, Facts), f"{node} is not known"
+    return facts
+
+
+class Recent:
+    """LRU: what counts is when a node was used last, and when a request last ended or resumed at its point."""
+
+    def used(self, now: float, symbols: Symbols, salt: bytes) -> Use:
+        """A request: something that may come back."""
+        return Use(Kind.OWN, now, len(symbols))
+
+    def passed(self, use: Use, path: Sequence[Node], now: float, end: int, resumed: int) -> list[Node]:
+        """A request took these nodes up to a length, and went on from another; the nodes to judge anew."""
+        nodes = [node for node in path if node.end <= end]
+        for node in nodes:
+            self._touch(node, use, now)
+            if node.end == resumed or node is nodes[-1]:
+                facts_of(node).resumed = now
+        return nodes
+
+    def finished(self, use: Use, made: int) -> None:
+        """The reply to a request has so many symbols."""
+
+    def advance(self, now: float) -> Iterable[Node]:
+        return ()
+
+    def know(self, node: Node) -> None:
+        if node.facts is None:
+            node.facts = Facts(Use(Kind.OWN, node.used, node.end), node.used)
+
+    def forget(self, node: Node) -> None:
+        node.facts = None
+
+    def rate(self, node: Node) -> float:
+        return node.used
+
+    def point_rate(self, node: Node) -> float:
+        return facts_of(node).resumed
+
+    def _touch(self, node: Node, use: Use, now: float) -> None:
+        self.know(node)
+        if facts_of(node).passed is not use:
+            facts_of(node).passed = use
+            node.used = max(node.used, now)
+            node.uses += 1
+
+
+class Learned(Recent):
+    """Uses per second, as far as experience goes."""
+
+    def __init__(self) -> None:
+        self._model = Model()
+        self._recall = Recall()
+        self._due: list[tuple[float, int, Use]] = []
+        self._order = count()
+        self._now = 0.0
+        self._moved: dict[Node, None] = {}  # nodes that wait for something else now
+
+    def used(self, now: float, symbols: Symbols, salt: bytes) -> Use:
+        """The use that a request is, with what is known of the conversation that it goes on with."""
+        use = Use(Kind.OWN, now, len(symbols))
+        prints = self._recall.prints(symbols)
+        before, agreed = self._recall.find(salt, prints)
+        if before is not None and agreed >= CONTINUES * before.length:
+            use.turn, use.talk, use.gap = before.turn + 1, before.talk, max(0.0, now - before.began)
+            use.fresh = max(0, use.length - before.length)
+            self._came(before, now)
+            before.kind, before.since = Kind.LEFT, now
+            self._wait(before)
+            self._moved.update(before.nodes)
+        self._recall.keep(salt, prints, use)
+        return self._wait(use)
+
+    def passed(self, use: Use, path: Sequence[Node], now: float, end: int, resumed: int) -> list[Node]:
+        nodes = [node for node in path if node.end <= end]
+        for node in nodes:
+            self._pass(node, use, now)
+            if node.end == resumed:
+                self._resume(node, use, now)
+            facts = facts_of(node)
+            if node is nodes[-1]:
+                self._resume(node, use, now)
+            elif node.resumes and (facts.point is None or facts.point is use):
+                kind = Kind.SHARED if facts.use.kind is Kind.SHARED else Kind.INSIDE
+                self._aim(node, self._wait(Use(kind, now, node.end)))
+        left, self._moved = self._moved, {}
+        return [*nodes, *(node for node in left if node.facts is not None)]
+
+    def finished(self, use: Use, made: int) -> None:
+        use.made = made
+        if use.waiting and use.kind is Kind.OWN:
+            use.rows, use.curve = self._model.rows(use), None
+
+    def advance(self, now: float) -> list[Node]:
+        """Uses that outlived a bin teach the model so, and enter the next. The nodes that wait for these."""
+        self._now, due, nodes = max(now, self._now), self._due, list[Node]()
+        while due and due[0][0] <= self._now:
+            when, _, use = heapq.heappop(due)
+            if when != use.since + EDGES[use.bin + 1] or not (use.waiting or use.nodes):
+                continue
+            if use.waiting:
+                self._model.learn(use.rows, use.bin, False)
+            use.bin += 1
+            self._call(use)
+            nodes += use.nodes
+        return nodes
+
+    def know(self, node: Node) -> None:
+        """A node split off waits for what its lower part does; one that nothing is known of, for its return."""
+        if node.facts is None:
+            heirs = (child.facts for child in node.children.values() if isinstance(child.facts, Facts))
+            heir = next(heirs, None)
+            if heir is not None:
+                use = heir.use
+            else:
+                use = Use(Kind.OWN, node.used, node.end)
+                use.talk, use.waiting = None, False
+                use.rows, use.bin = self._model.rows(use), bin_of(self._now - node.used)
+                self._call(use)
+            node.facts = Facts(use, node.used)
+            use.nodes[node] = None
+
+    def forget(self, node: Node) -> None:
+        if isinstance(node.facts, Facts):
+            for use in (node.facts.use, node.facts.point or node.facts.use):
+                self._let_go(node, use)
+            node.facts = None
+
+    def rate(self, node: Node) -> float:
+        return self._rate(facts_of(node).use)
+
+    def point_rate(self, node: Node) -> float:
+        facts = facts_of(node)
+        return self._rate(facts.point or facts.use)
+
+    def _rate(self, use: Use) -> float:
+        if use.curve is None or self._model.lessons > 100 + (1 + OUTDATED) * use.drawn:
+            use.curve, use.drawn = self._model.curve(use.rows), self._model.lessons
+        return use.curve[use.bin]
+
+    # Uses.
+
+    def _wait(self, use: Use) -> Use:
+        use.bin, use.waiting, use.curve, use.rows = 0, True, None, self._model.rows(use)
+        self._call(use)
+        return use
+
+    def _call(self, use: Use) -> None:
+        """Be reminded of a use when it leaves its bin."""
+        if use.bin + 1 < BINS:
+            heapq.heappush(self._due, (use.since + EDGES[use.bin + 1], next(self._order), use))
+
+    def _came(self, use: Use, now: float) -> None:
+        if use.waiting:
+            self._model.learn(use.rows, bin_of(now - use.since), True)
+            use.waiting = False
+
+    def _again(self, old: Use, node: Node, now: float) -> Use:
+        """A node, or its point, that several conversations share is used once more."""
+        use = Use(Kind.SHARED, now, node.end)
+        use.turn = old.turn + 1 if old.kind is Kind.SHARED else 1
+        use.gap = max(0.0, now - old.began)
+        if old.kind in (Kind.SHARED, Kind.INSIDE):
+            self._came(old, now)
+        return self._wait(use)
+
+    # Nodes.
+
+    def _pass(self, node: Node, use: Use, now: float) -> None:
+        """A request takes a node: of its own conversation, or one that it shares with others from now on."""
+        self.know(node)
+        facts = facts_of(node)
+        if facts.passed is use:
+            return
+        old = facts.use
+        own = old.talk is None or (old.talk is use.talk and old.kind is not Kind.SHARED)
+        facts.use = use if own else self._again(old, node, now)
+        facts.use.nodes[node] = None
+        if old is not facts.point:
+            self._let_go(node, old)
+        self._touch(node, use, now)
+
+    def _resume(self, node: Node, use: Use, now: float) -> None:
+        """A request ends at a node, or resumes at it."""
+        facts = facts_of(node)
+        facts.resumed = now
+        old = facts.point
+        if node.end >= use.length - 1 and (old is None or old.talk is use.talk):
+            self._aim(node, use)
+        elif old is not None and (old.talk is not use.talk):
+            self._aim(node, self._again(old, node, now))
+
+    def _aim(self, node: Node, use: Use) -> None:
+        facts = facts_of(node)
+        old, facts.point = facts.point, use
+        use.nodes[node] = None
+        if old is not None and old is not facts.use:
+            self._let_go(node, old)
+
+    def _let_go(self, node: Node, use: Use) -> None:
+        use.nodes.pop(node, None)
+        if use.kind in (Kind.SHARED, Kind.INSIDE) and not use.nodes:
+            use.waiting = False  # nobody would see it come back

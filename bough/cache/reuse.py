@@ -1,0 +1,190 @@
+"""How soon what was used will be used again, learned while serving. Times and lengths; no tree, no bytes, no clock.
+
+A *use* is one request, or one pass over a prefix that many share. From then on it waits to come back; its age falls
+into bins that grow with it, and each bin has a chance that what has waited so long comes back within it: a logistic
+model, additive over a few facts (which turn it is, how long, how much was new, how much was generated, how long the
+turn before took), trained at every bin a use outlives and at the one it comes back in. Before it has learned anything
+the chances are those that make recent uses the better ones, as in LRU.
+
+The worth of waiting on is an index in the sense of Gittins: the best ratio, over all times to give up, of the chance
+to be used until then to the expected time spent waiting. It falls and rises as age passes through lulls and humps.
+
+Uses outlive what was kept of them: fingerprints of recent paths tell a conversation that comes back from a new one
+even after all of it was evicted, so the model learns about what it gave up too.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bough.cache.tree import Symbols
+
+Floats = NDArray[np.float64]
+Rows = NDArray[np.intp]
+NO_ROWS: Rows = np.empty(0, np.intp)
+
+FIRST, GROWTH, BINS = 1.0, 1.35, 46  # seconds, ratio, bins: up to about ten days
+EDGES: Floats = np.concatenate([[0.0], FIRST * GROWTH ** np.arange(BINS)])
+WIDTHS: Floats = np.diff(EDGES)
+_INNER = EDGES[1:-1]
+RATE, STEADY = 0.12, 1.0  # of learning, and what tempers it in the beginning
+NEARBY: Floats = np.array([0.1, 0.3, 0.55, 0.8, 1.0, 0.8, 0.55, 0.3, 0.1])  # what a bin tells about its neighbours
+REMEMBERED = 1 << 16  # uses whose paths are recognised
+
+
+class Kind(Enum):
+    """What a use is a use of."""
+
+    OWN = "a conversation's last request"
+    LEFT = "what a conversation went on from, or past"
+    SHARED = "a prefix of several conversations"
+    INSIDE = "a resume point inside a path"
+
+
+class Use:
+    """A request, or a pass over a shared prefix: something that may come back."""
+
+    __slots__ = (
+        "began", "bin", "curve", "drawn", "fresh", "gap", "kind", "length", "made", "nodes", "rows", "since", "talk",
+        "turn", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, kind: Kind, now: float, length: int) -> None:
+        self.kind, self.length = kind, length
+        self.began = self.since = now  # and since when it waits
+        self.turn, self.fresh, self.made, self.gap = 0, 0, -1, -1.0  # -1: not known
+        self.talk: object = self  # the same for all requests of a conversation; None where it is not known
+        self.waiting = True  # has not come back, and it would be seen if it did
+        self.bin = 0  # that its age is in
+        self.rows: Rows = NO_ROWS  # of the model
+        self.curve: list[float] | None = None  # rates, by bin
+        self.drawn = 0  # when that was drawn, in lessons
+        self.nodes: dict[Any, None] = {}  # whatever waits for it
+
+
+def bin_of(age: float) -> int:
+    if age < FIRST:
+        return 0
+    return min(BINS - 1, 1 + int(math.log(age / FIRST) / math.log(GROWTH)))
+
+
+class Model:
+    """The chance to come back in each bin, given facts about the use."""
+
+    def __init__(self) -> None:
+        share = 0.15  # of what has waited a seconds comes back before 2.7a seconds, says the beginning
+        chance = 1.0 - (np.maximum(EDGES[:-1], 0.5) / EDGES[1:]) ** share
+        self._start = np.log(chance / (1.0 - chance))
+        self.lessons = 0
+        self._rows: dict[Hashable, int] = {}
+        pad = len(NEARBY) // 2
+        self._pad = pad
+        self._weights = np.zeros((16, BINS + 2 * pad))
+        self._seen = np.full((16, BINS + 2 * pad), STEADY)
+
+    def rows(self, use: Use) -> Rows:
+        """The rows of weights that the facts about a use select."""
+        if use.kind is Kind.OWN:
+            turn, made, length = min(use.turn, 7), steps(use.made), steps(use.length)
+            keys: list[Hashable] = [
+                Kind.OWN, ("turn", turn), ("made", made), ("length", length), ("gap", steps(use.gap) // 2),
+                ("fresh", steps(use.fresh) if turn else -1),
+                ("turn, made", min(turn, 2), made), ("turn, length", min(turn, 2), length),
+            ]  # fmt: skip
+        elif use.kind is Kind.SHARED:
+            keys = [Kind.SHARED, ("uses", steps(use.turn)), ("every", steps(use.gap))]
+        else:
+            keys = [use.kind, (use.kind, min(use.turn, 3))]
+        return np.array([self._row(key) for key in keys], np.intp)
+
+    def _row(self, key: Hashable) -> int:
+        """Where the weights for one fact are; those of a kind begin with what is assumed, others with nothing."""
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = len(self._rows)
+            if row == len(self._weights):
+                self._weights = np.concatenate([self._weights, np.zeros_like(self._weights)])
+                self._seen = np.concatenate([self._seen, np.full_like(self._seen, STEADY)])
+            if isinstance(key, Kind):
+                self._weights[row, self._pad : self._pad + BINS] = self._start
+        return row
+
+    def learn(self, rows: Rows, at: int, came: bool) -> None:
+        """It did or did not come back in this bin, having waited until then."""
+        self.lessons += 1
+        span = slice(at, at + len(NEARBY))
+        weights = self._weights[rows, span]
+        chance = 1.0 / (1.0 + math.exp(-float(weights[:, self._pad].sum())))
+        step = (came - chance) * NEARBY
+        seen = self._seen[rows, span] + step * step
+        self._seen[rows, span] = seen
+        self._weights[rows, span] = weights + RATE * step / np.sqrt(seen)
+
+    def curve(self, rows: Rows) -> list[float]:
+        """Uses to be expected per second from each bin on."""
+        logits = self._weights[rows, self._pad : self._pad + BINS].sum(0)
+        return rates(1.0 / (1.0 + np.exp(-logits)))
+
+
+def steps(amount: float) -> int:
+    """A coarse logarithm: -1 for what is not known, 0 for nothing, then two steps a doubling."""
+    if amount < 1:
+        return -1 if amount < 0 else 0
+    return 1 + int(2 * math.log2(amount))
+
+
+def rates(chances: Floats) -> list[float]:
+    """Of waiting on from the start of each bin: uses to be expected per second, if given up at the best time."""
+    still = np.concatenate([[1.0], np.cumprod(1.0 - chances)])
+    waited = np.concatenate([[0.0], np.cumsum((still[:-1] + still[1:]) / 2 * WIDTHS)])
+    used = still[:-1, None] - still[None, 1:]
+    spent = waited[None, 1:] - waited[:-1, None]
+    ratio = np.where(spent > 1e-12, used / np.maximum(spent, 1e-12), 0.0)
+    return [float(rate) for rate in np.triu(ratio).max(1)]
+
+
+class Recall:
+    """Which recent use a path goes on from, by fingerprints at lengths of at most four significant bits."""
+
+    def __init__(self) -> None:
+        self._uses: OrderedDict[tuple[bytes, int, int], Use] = OrderedDict()
+        self._powers = np.ones(1, np.uint64)
+
+    def prints(self, symbols: Symbols) -> dict[int, int]:
+        """Fingerprints of the path up to each of those lengths."""
+        count = len(symbols)
+        if len(self._powers) < count:
+            factors = np.full(2 * count, 0x9E3779B97F4A7C15, np.uint64)
+            self._powers = np.cumprod(factors, dtype=np.uint64)
+        places = marks(count)
+        sums = np.cumsum((symbols.astype(np.uint64) + np.uint64(1)) * self._powers[:count], dtype=np.uint64)
+        return dict(zip(places, sums[np.array(places, np.intp) - 1].tolist(), strict=True))
+
+    def find(self, salt: bytes, prints: dict[int, int]) -> tuple[Use | None, int]:
+        """The use with the longest path that these fingerprints go on from, and how far they agree at least."""
+        for place in reversed(prints):
+            use = self._uses.get((salt, place, prints[place]))
+            if use is not None:
+                return use, place
+        return None, 0
+
+    def keep(self, salt: bytes, prints: dict[int, int], use: Use) -> None:
+        """Recognise whoever goes on from this path, or from most of it."""
+        most = [place for place in prints if place < use.length] or list(prints)
+        for place in {most[-1], max((place for place in most if place <= 0.65 * use.length), default=most[-1])}:
+            key = (salt, place, prints[place])
+            self._uses[key] = use
+            self._uses.move_to_end(key)
+        while len(self._uses) > 2 * REMEMBERED:
+            self._uses.popitem(last=False)
+
+
+def marks(count: int) -> list[int]:
+    """The lengths up to count that have at most four significant bits."""
+    lengths = (m << shift for shift in range(count.bit_length()) for m in range(8 if shift else 1, 16))
+    return [length for length in lengths if length <= count]

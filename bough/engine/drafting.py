@@ -1,0 +1,258 @@
+"""Drafting: what the loop does so that a drafter's guesses make rounds longer, and nothing else different.
+
+Each sequence that drafts has a Side: the number the drafter knows it by, the drafter's state where it keeps one, and
+what it has yet to be told. The drafter's states live in a pool of their own in the target's arena, with a prefix cache
+of their own: where that has nothing, the target resumes all the same, and the drafter starts from there.
+
+Whatever a drafter raises, or when one that can be given up does not answer in time, it is dropped: its memory is given
+back, and all requests go on plainly.
+"""
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from bough.cache.prefix_cache import PrefixCache
+from bough.draft import Draft, Drafter, Grown, Wanted
+from bough.draft.depth import Depth, RequestDepth
+from bough.engine.runner import Runner
+from bough.engine.sampler import draw
+from bough.engine.sequence import Sequence as Running
+from bough.errors import PoolFull
+from bough.state.live import State
+
+DEEPEST = 8  # tokens in a draft
+UNTOLD = 128  # tokens that may wait to be told while nothing is drafted
+PATIENCE = 2.0  # seconds that a drafter without state may take
+
+log = logging.getLogger("bough")
+Result = TypeVar("Result")
+
+
+class Aside:
+    """A thread that can be given up: it ends with the process, whatever it is waiting for."""
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[Callable[[], None]] | None = None
+
+    def ask(self, what: Callable[[], Result]) -> Result:
+        """What it gives. Raises TimeoutError when it takes too long."""
+        if self._asked is None:
+            self._asked = queue.SimpleQueue()
+            threading.Thread(target=_serve, args=(self._asked,), name="bough-draft", daemon=True).start()
+        answer: Future[Result] = Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(what())
+            except BaseException as error:  # noqa: BLE001 (whoever asked gets it)
+                answer.set_exception(error)
+
+        self._asked.put(work)
+        return answer.result(PATIENCE)
+
+
+def _serve(asked: "queue.SimpleQueue[Callable[[], None]]") -> None:
+    while True:
+        asked.get()()
+
+
+@dataclass(slots=True, eq=False)
+class Side:
+    """One sequence, as its drafter sees it."""
+
+    number: int
+    depth: RequestDepth
+    state: State | None = None
+    whole: bool = True  # whether the state holds the text from its beginning
+    told: int = 0  # tokens of the text that the drafter knows of
+    rows: list[Tensor] = field(default_factory=list)  # hidden rows it has yet to be told of
+    drafted: int = 0  # tokens in the draft of this round
+
+
+class Drafting:
+    """A drafter, its memory, and the sequences it drafts for. Without a drafter it does nothing."""
+
+    def __init__(
+        self, drafter: Drafter | None, runner: Runner, cache: PrefixCache | None, *, deepest: int = DEEPEST
+    ) -> None:
+        self.drafter, self.runner, self.cache = drafter, runner, cache
+        self.depth = Depth(deepest)
+        self.failure: str | None = None  # why the drafter was dropped
+        self._sides: dict[Running, Side] = {}
+        self._numbers = itertools.count(1)
+        self._aside = Aside()
+
+    # A sequence comes and goes.
+
+    def begin(self, sequence: Running, resumed: int) -> None:
+        """A sequence starts with its first `resumed` tokens known to the target."""
+        if self.drafter is None or sequence.request.params.draft is None or sequence.request.score:
+            return
+        side = self._sides[sequence] = Side(next(self._numbers), self.depth.begin())
+        if not self.drafter.kinds:
+            return
+        try:
+            side.state = self._restored(sequence, side, resumed)
+        except PoolFull:
+            del self._sides[sequence]
+
+    def _restored(self, sequence: Running, side: Side, resumed: int) -> State:
+        """The drafter's state for what the target resumes from, as far as its cache has it."""
+        assert self.drafter is not None and self.cache is not None
+        state, lag = State(self.cache.pool), self.drafter.lag
+        match = self.cache.acquire(sequence.tokens[lag : lag + resumed + 1], sequence.salt)
+        last = self.runner.last_row(sequence.state) if lag and resumed else None
+        if match.resumable >= resumed - (last is not None) or not lag:
+            self.cache.restore(match, state)
+        else:  # there is a gap that no hidden rows are left to fill
+            self.cache.release(match)
+            side.whole = False
+        if not lag:
+            side.told = state.length
+        elif last is not None and (state.length < resumed or not side.whole):
+            side.rows.append(last[None])
+        return state
+
+    def end(self, sequence: Running) -> None:
+        """The sequence gives its state back; so does the drafter, whose cache keeps what is whole."""
+        side = self._sides.get(sequence)
+        if side is None:
+            return
+        if side.state is not None and self._tell([sequence]):
+            self._keep(sequence, side, ended=True)
+        if self._sides.pop(sequence, None) is not None and side.state is not None:
+            side.state.release()
+        if self.drafter is not None:
+            self._guarded(lambda drafter: drafter.close(side.number))
+
+    def _keep(self, sequence: Running, side: Side, *, ended: bool) -> None:
+        if side.state is not None and side.whole and self.cache is not None and self.drafter is not None:
+            self.cache.admit(side.state, sequence.tokens[self.drafter.lag :], sequence.salt, ended=ended)
+
+    # A round.
+
+    def drafts(self, sequences: Sequence[Running], rows: int) -> dict[Running, Draft]:
+        """Guesses for sequences about to write their next token, in a step of so many rows."""
+        wanted: list[tuple[Running, int]] = []
+        for sequence in sequences:
+            if (side := self._sides.get(sequence)) is not None:
+                side.drafted = 0
+                most = side.depth.choose(rows, sequence.limit - len(sequence.tokens) - 1)
+                if most > 0:
+                    wanted.append((sequence, most))
+        if not wanted or not self._tell([sequence for sequence, _ in wanted]):
+            return {}
+        sides = [self._sides[sequence] for sequence, _ in wanted]
+        asked = [
+            Wanted(side.number, most, target=sequence.state, state=side.state)
+            for side, (sequence, most) in zip(sides, wanted, strict=True)
+        ]
+
+        self._make_room([most for _, most in wanted])
+
+        def choose(logits: Tensor, which: Sequence[int], depth: int) -> Tensor:
+            return draw(logits, [wanted[i][0].sampling_at(depth) for i in which])[0]
+
+        made = self._guarded(lambda drafter: drafter.propose(asked, choose))
+        drafts: dict[Running, Draft] = {}
+        for (sequence, most), draft in zip(wanted, made or (), strict=False):
+            if len(usable := _usable(draft, most, self.runner.model.vocab_size)):
+                drafts[sequence] = usable
+                self._sides[sequence].drafted = len(usable)
+        return drafts
+
+    def grew(self, sequence: Running, hidden: Tensor) -> None:
+        """The target has read tokens, whose hidden rows these are, and the text may have grown past them."""
+        side = self._sides.get(sequence)
+        if side is None or self.drafter is None:
+            return
+        side.rows.append(hidden)
+        side.rows = [torch.cat(side.rows)] if len(side.rows) > 16 else side.rows
+        reading = sequence.computed < len(sequence.request.prompt)
+        if reading or sum(map(len, side.rows)) >= UNTOLD:
+            self._tell([sequence])
+        if side.state is not None and sequence.computed <= len(sequence.request.prompt):
+            self._keep(sequence, side, ended=False)
+
+    def park(self, sequence: Running) -> None:
+        """Draft no more for a sequence: its target does not compute well beside a draft."""
+        if (side := self._sides.pop(sequence, None)) is not None and side.state is not None:
+            side.state.release()
+
+    def learn(self, sequence: Running, accepted: int, seconds: float, rows: int) -> None:
+        """How a round went."""
+        if (side := self._sides.get(sequence)) is not None:
+            side.depth.observe(side.drafted, accepted, seconds, rows)
+
+    def _tell(self, sequences: Sequence[Running]) -> bool:
+        """Bring the drafter up to date on these texts. False: it cannot draft for them now."""
+        grown = []
+        for sequence in sequences:
+            side = self._sides[sequence]
+            known = sequence.computed + 1  # the token after the last one read; without it that one's row has no pair
+            if side.told < known <= len(sequence.tokens):
+                tokens, rows = sequence.tokens[side.told : known], torch.cat(side.rows) if side.rows else None
+                grown.append(Grown(side.number, sequence.salt or "", tokens, rows, side.state))
+                side.told, side.rows = known, []
+        self._make_room([len(each.tokens) for each in grown])
+
+        def tell(drafter: Drafter) -> bool:
+            drafter.committed(grown)
+            return True
+
+        return not grown or self._guarded(tell) is not None
+
+    def _make_room(self, tokens: Sequence[int]) -> None:
+        """Have the cache give up what so many new tokens of each state may take. Best effort."""
+        if self.cache is not None and tokens:
+            size = self.cache.pool.layout.page_tokens
+            pages = sum(-(-count // size) + 1 for count in tokens)
+            needs = [pages if unit.is_page else len(tokens) for unit in self.cache.pool.layout.units]
+            self.cache.make_room(needs)
+
+    # Faults.
+
+    def _guarded(self, ask: Callable[[Drafter], Result]) -> Result | None:
+        """What the drafter answers; None if it has no memory now, or has failed and is gone."""
+        if self.drafter is None:
+            return None
+        try:
+            if self.drafter.kinds:
+                return ask(self.drafter)
+            drafter = self.drafter
+            return self._aside.ask(lambda: ask(drafter))
+        except PoolFull:
+            self._forget_states()
+        except Exception as error:  # noqa: BLE001 (whatever it is, drafting ends and requests go on)
+            self.drop(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+        return None
+
+    def _forget_states(self) -> None:
+        """A drafter that could not be told of tokens has a gap: it starts anew from here on, for later requests."""
+        for side in self._sides.values():
+            if side.state is not None:
+                side.state.release()
+        self._sides.clear()
+
+    def drop(self, why: str) -> None:
+        """Do without the drafter from here on."""
+        log.warning("the drafter failed and is not used any more (%s); decoding goes on without it", why)
+        self.failure, self.drafter = why, None
+        self._forget_states()
+
+
+def _usable(draft: Draft, most: int, vocabulary: int) -> Draft:
+    """A draft cut to what was asked for, and to what are tokens at all."""
+    if isinstance(draft, Tensor):
+        return draft[:most].clamp(0, vocabulary - 1)
+    wrong = next((i for i, token in enumerate(draft) if not 0 <= token < vocabulary), len(draft))
+    return [int(token) for token in draft[: min(most, wrong)]]

@@ -1,0 +1,50 @@
+"""Verifying drafts: which of them the target would have written itself, and what it writes after them.
+
+A draft token stands while it equals the token that the target draws there with the request's own noise. So the tokens
+are those of a plain run, whatever was drafted. One transfer to the host, however many rows there are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bough.draft import Draft
+from bough.engine.sampler import Logprobs, sample
+from bough.engine.sequence import Sequence as Running
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The next tokens of a sequence: those of its draft that stand, and one more."""
+
+    tokens: list[tuple[int, Logprobs | None]]
+
+    @property
+    def accepted(self) -> int:
+        return len(self.tokens) - 1
+
+
+def verify(logits: Tensor, rows: Sequence[tuple[Running, Draft]]) -> list[Verdict]:
+    """Judge drafts by logits [R, V]: for each sequence those after its text and after each of its draft's tokens.
+
+    Raises BadLogits, which names the rows at fault.
+    """
+    sampling = []
+    for sequence, draft in rows:
+        penalised = sequence.counts is not None  # the drafted tokens count as written in the rows after them
+        drafted: list[int] = draft.tolist() if isinstance(draft, Tensor) and penalised else []
+        drafted = list(draft) if not isinstance(draft, Tensor) else drafted
+        sampling += [sequence.sampling_at(depth, drafted[:depth]) for depth in range(len(draft) + 1)]
+    on_device = [draft for _, draft in rows if isinstance(draft, Tensor)]
+    sampled = sample(logits, sampling, along=on_device)
+    along, chosen = iter(sampled.along), iter(zip(sampled.tokens, sampled.logprobs, strict=True))
+    verdicts = []
+    for _, draft in rows:
+        guesses = [next(along) for _ in draft] if isinstance(draft, Tensor) else list(draft)
+        options = [next(chosen) for _ in range(len(draft) + 1)]
+        stood = 0
+        while stood < len(guesses) and guesses[stood] == options[stood][0]:
+            stood += 1
+        verdicts.append(Verdict(options[: stood + 1]))
+    return verdicts
