@@ -176,7 +176,7 @@ class PrefixCache:
 
     # Keeping.
 
-    def admit(self, state: State, tokens: Sequence[int], salt: str | None = None, *, ended: bool) -> None:
+    def admit(self, state: State, tokens: Sequence[int] | Symbols, salt: str | None = None, *, ended: bool) -> None:
         """Let the tree hold what a state has: all of it once it has ended, else what can be resumed at."""
         if not self.enabled or state.condition != "ready":
             return

@@ -254,7 +254,8 @@ class Loop:
         """A sequence has read tokens, whose hidden rows these are: others are told that they could go on from there."""
         prompt = len(sequence.request.prompt)
         if before < prompt:
-            self.cache.admit(_state(sequence), sequence.tokens, sequence.salt, ended=False)
+            tokens = sequence.symbols if sequence.computed <= prompt else sequence.tokens
+            self.cache.admit(_state(sequence), tokens, sequence.salt, ended=False)
             sequence.handle.prefilled = min(sequence.computed, prompt)
             if sequence.request.score:
                 following = sequence.tokens[before + 1 : sequence.computed + 1]
@@ -287,7 +288,7 @@ class Loop:
             kept, reason = 0, None
             for token, logprobs in verdict.tokens:
                 kept += 1
-                if reason := sequence.append(token, logprobs):
+                if reason := sequence.append(token, logprobs, drafted=kept <= verdict.accepted):
                     ended[sequence] = reason
                     break
             if sequence in opened:
@@ -317,8 +318,17 @@ class Loop:
         return self._choose([s for s in rows if s not in bad], logits[kept], drafts, opened, ended)
 
     def _make_room(self, error: PoolFull) -> None:
-        """Memory ran out: the cache gives some up, or the newest sequence, which goes on when another has ended."""
+        """Memory ran out: the cache gives some up, those that wait give up what they have found there, or the newest
+        sequence gives up its own; it goes on when another has ended.
+        """
         if error.needs and self.cache.make_room(error.needs):
+            return
+        if any(sequence.match is not None for sequence in self._waiting):
+            for sequence in self._waiting:
+                if sequence.match is not None:
+                    self.cache.release(sequence.match)
+                    sequence.match = None
+                    self._preempted.add(sequence)
             return
         if not self._short_of_memory:
             self._short_of_memory = True  # once more, without drafts

@@ -39,6 +39,7 @@ class Piece:
     text: str
     tokens: list[int]
     logprobs: list[Logprobs] = field(default_factory=list)
+    drafted: bool = False  # whether a drafter had guessed the tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class Sequence:
         index = len(self.tokens) - len(self.request.prompt) + depth
         return RowSampling(self.request.params, self.request.seed, index, self.counts, drafted)
 
-    def append(self, token: int, logprobs: Logprobs | None) -> str | None:
+    def append(self, token: int, logprobs: Logprobs | None, *, drafted: bool = False) -> str | None:
         """Take the next token; returns why the request ends with it, or None."""
         self.tokens.append(token)
         if self.counts is not None:
@@ -102,7 +102,7 @@ class Sequence:
             if self.stops and self.stops.stopped:
                 reason = "stop"
         self.text.append(text)
-        self.handle.put(Piece(text, [token], [logprobs] if logprobs else []))
+        self.handle.put(Piece(text, [token], [logprobs] if logprobs else [], drafted))
         return reason
 
     def _rest(self) -> str:
