@@ -34,58 +34,85 @@ def some(dice: Random, most: int = 12) -> tuple[int, ...]:
     return tuple(dice.choices(range(VOCABULARY), k=dice.randint(1, most)))
 
 
+class Life:
+    """States of two pools in one arena, what was copied aside of them, and what may happen to them."""
+
+    def __init__(self, dice: Random) -> None:
+        self.dice = dice
+        self.models, self.pools = two_pools(slabs=dice.choice([12, 20, 40]), page_tokens=dice.choice([1, 4]))
+        layout = self.pools[0].layout
+        self.spare = Pool(layout, 40 * layout.slab_bytes, max_running=0)
+        self.states: list[tuple[int, State, tuple[int, ...]]] = []
+        self.aside: list[tuple[Snapshot, tuple[int, ...]]] = []
+
+    def new(self) -> None:
+        which = self.dice.randint(0, 1)
+        if len(self.pools[which].states) < 4:
+            self.states.append((which, State(self.pools[which]), ()))
+
+    def grow(self) -> None:
+        which, state, tokens = self.pick()
+        more = some(self.dice)
+        try:
+            feed(self.models[which], state, more)
+        except PoolFull as error:
+            if not self.pools[which].fits(error.needs):
+                return
+            self.pools[which].compact(error.needs)
+            feed(self.models[which], state, more)
+        self.states.remove((which, state, tokens))
+        self.states.append((which, state, tokens + more))
+
+    def keep(self) -> None:
+        which, state, tokens = self.pick()
+        snapshot = state.snapshot(0) if which == 0 and tokens else None
+        if snapshot is not None:
+            if self.spare.fits(snapshot.sizes(), spare=True):
+                self.aside.append((snapshot.copy_to(self.spare), tokens))
+            snapshot.close()
+
+    def give_back(self) -> None:
+        gone = self.pick()
+        self.states.remove(gone)
+        gone[1].release()
+
+    def compact(self) -> None:
+        pool = self.pools[1]
+        counts = [self.dice.choice([0, 1, 3, 9]) for _ in pool.stores]
+        pool.compact(counts)
+        assert pool.fits(counts) == (pool.slabs_for(counts) <= pool.free_slabs)
+
+    def pick(self) -> tuple[int, State, tuple[int, ...]]:
+        if not self.states:
+            self.states.append((0, State(self.pools[0]), ()))
+        return self.dice.choice(self.states)
+
+    def check(self) -> None:
+        for pool in (*self.pools, self.spare):
+            pool.check()
+        assert sum(pool.used_bytes for pool in self.pools) <= self.pools[0].nbytes
+        for which, state, tokens in self.states:
+            check(self.models[which], state, tokens)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_pools_share_an_arena(seed):
     """States of both grow, are saved, copied aside and given up until memory is full, and never take it twice."""
     dice = Random(seed)
-    models, pools = two_pools(slabs=dice.choice([12, 20, 40]), page_tokens=dice.choice([1, 4]))
-    spare = Pool(pools[0].layout, 40 * pools[0].layout.slab_bytes, max_running=0)
-    states: list[tuple[int, State, tuple[int, ...]]] = []
-    aside: list[tuple[Snapshot, tuple[int, ...]]] = []
+    life = Life(dice)
     for _ in range(120):
-        move = dice.random()
-        if move < 0.25 and len(states) < 6:
-            which = dice.randint(0, 1)
-            if len(pools[which].states) < 4:
-                states.append((which, State(pools[which]), ()))
-        elif move < 0.7 and states:
-            which, state, tokens = states.pop(dice.randrange(len(states)))
-            more = some(dice)
-            try:
-                feed(models[which], state, more)
-                tokens += more
-            except PoolFull as error:
-                if pools[which].fits(error.needs):
-                    pools[which].compact(error.needs)
-                    feed(models[which], state, more)
-                    tokens += more
-            states.append((which, state, tokens))
-        elif move < 0.8 and states:
-            which, state, tokens = dice.choice(states)
-            snapshot = state.snapshot(0) if which == 0 and tokens else None
-            if snapshot is not None:
-                if spare.fits(snapshot.sizes(), spare=True):
-                    aside.append((snapshot.copy_to(spare), tokens))
-                snapshot.close()
-        elif move < 0.9 and states:
-            states.pop(dice.randrange(len(states)))[1].release()
-        else:
-            counts = [dice.choice([0, 1, 3, 9]) for _ in pools[1].stores]
-            pools[1].compact(counts)
-            assert pools[1].fits(counts) == (pools[1].slabs_for(counts) <= pools[1].free_slabs)
-        for pool in (*pools, spare):
-            pool.check()
-        assert sum(pool.used_bytes for pool in pools) <= pools[0].nbytes
-        for which, state, tokens in states:
-            check(models[which], state, tokens)
-    for _, state, _ in states:
+        move = dice.choices([life.new, life.grow, life.keep, life.give_back, life.compact], [5, 9, 2, 2, 2])[0]
+        move()
+        life.check()
+    for _, state, _ in life.states:
         state.release()
-    for snapshot, tokens in aside:
-        came_back(models[0], snapshot, tokens)
+    for snapshot, tokens in life.aside:
+        came_back(life.models[0], snapshot, tokens)
         snapshot.close()
-    for pool in (*pools, spare):
-        pool.check()
-    assert pools[0].used_bytes + pools[1].used_bytes == sum(store.unit.stride for p in pools for store in p.stores)
+    life.states = []
+    life.check()
+    scratch = sum(store.unit.stride for pool in life.pools for store in pool.stores)
+    assert sum(pool.used_bytes for pool in life.pools) == scratch
 
 
 def came_back(model, snapshot: Snapshot, tokens: tuple[int, ...]) -> None:
