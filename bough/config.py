@@ -41,6 +41,7 @@ class SamplingParams:
     logprobs: int | None = None  # how many alternatives to report beside the chosen token; None: no logprobs
     ignore_eos: bool = False
     cache_salt: str | None = None  # requests with different ones share nothing through the cache
+    deadline: float | None = None  # seconds from now, after which the request ends with what it has
     draft: str | None = "auto"  # None: this request is decoded without drafts; auto: as the engine does
 
     def __post_init__(self) -> None:
@@ -66,6 +67,8 @@ class SamplingParams:
         require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
         salted = self.cache_salt is None or isinstance(self.cache_salt, str)
         require(salted, "cache_salt", self.cache_salt, "text, or None")
+        timed = self.deadline is None or (is_number(self.deadline, 0) and self.deadline > 0)
+        require(timed, "deadline", self.deadline, "a number of seconds above 0, or None")
         require(self.draft in ("auto", None), "draft", self.draft, '"auto", or None')
 
 

@@ -513,3 +513,12 @@ def test_reserve_tells_the_step_it_measured(hybrid_folder):
         assert engine.reserve().step_tokens == 96
     with Engine.load(hybrid_folder, dtype="float32") as engine:
         assert engine.reserve().step_tokens == 512
+
+
+def test_a_deadline_ends_a_request_with_what_it_has(engine):
+    out = engine.generate("the fox", SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True, deadline=0.2))
+    assert out.finish_reason == "deadline" and len(out.tokens) < 4000
+    assert (
+        engine.generate("the fox", SamplingParams(max_tokens=3, temperature=0, deadline=600)).finish_reason
+        != "deadline"
+    )

@@ -89,7 +89,7 @@ class Loop:
         try:
             while self._receive():
                 self.cache.tiers.settle()
-                self._drop_cancelled()
+                self._drop_unwanted()
                 self._start()
                 self._step()
             for sequence in [*self._running, *self._waiting]:
@@ -131,10 +131,11 @@ class Loop:
             idle = False
         return True
 
-    def _drop_cancelled(self) -> None:
-        for sequence in [s for s in (*self._running, *self._waiting) if s.handle.cancelled]:
-            sequence.cut_off()
-            self._end(sequence, "cancelled")
+    def _drop_unwanted(self) -> None:
+        for sequence in (*self._running, *self._waiting):
+            if sequence.handle.cancelled or sequence.request.is_late:
+                sequence.cut_off()
+                self._end(sequence, "cancelled" if sequence.handle.cancelled else "deadline")
 
     def _start(self) -> None:
         """Start waiting sequences. One that had to give its memory back waits until another has ended.

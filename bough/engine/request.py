@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -18,6 +19,12 @@ class Request:
     seed: int
     score: bool = False  # report the logprob of each prompt token, and write nothing
     boundaries: tuple[int, ...] = ()  # lengths at which other prompts are likely to branch off
+    came: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_late(self) -> bool:
+        deadline = self.params.deadline
+        return deadline is not None and time.monotonic() > self.came + deadline
 
 
 @dataclass(slots=True)
@@ -48,7 +55,7 @@ class Output:
 
     text: str
     tokens: list[int]
-    finish_reason: str  # stop, length, cancelled
+    finish_reason: str  # stop, length, cancelled, deadline
     usage: Usage
     logprobs: list[Logprobs]  # of each token, when asked for
     scores: list[float]  # of each prompt token but the first, when asked for
