@@ -77,12 +77,12 @@ class CacheConfig:
     """How much memory state may take on each tier, in what form it is kept, and what goes first."""
 
     enabled: bool = True  # False: nothing is kept from one request for another
-    # None: a quarter of the available memory on CPUs, 80% of the free memory on a GPU; at most what as many sequences
-    # as may run take at full context.
+    # None: a quarter of the available memory on CPUs, 80% of the free memory on a GPU; at most
+    # four times what as many sequences as may run take at full context.
     device_bytes: int | None = None
     page_tokens: int = 32
     dtype: str = "auto"  # of K and V; auto: as the model computes
-    host_bytes: int | None = None  # 0: no host tier; None: a quarter of the available memory beside a GPU, else none
+    host_bytes: int | None = None  # 0: no host tier; None: a quarter of the memory beside a GPU, at most 16 GiB
     disk_path: str | os.PathLike[str] | None = None  # a folder; None: nothing is written to disk
     disk_bytes: int | None = None  # for each model in the folder; None: half of what is free there, at most 64 GiB
     disk_write_rate: int = 256 << 20  # bytes a second

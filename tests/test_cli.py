@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from click.testing import Result
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from bough import Engine, SamplingParams, __version__
+from bough import CacheConfig, Engine, SamplingParams, __version__
 from bough.cli import OPENING, app
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--dtype", "float32"]
@@ -47,12 +49,48 @@ def test_prompt_from_stdin_and_stats(llama_folder, expected):
     done = bough("run", llama_folder, "--raw", "--stats", *GREEDY, stdin="the fox")
     assert done.stdout == expected["raw"]["the fox"] + "\n"
     assert "tokens read" in done.stderr and " written, " in done.stderr
+    assert "(0 matched, 0 cached)" in done.stderr
 
 
 def test_several_prompts(llama_folder, expected):
     done = bough("run", llama_folder, "the fox", "old bear", "--raw", *GREEDY)
     assert done.stdout == "".join(text + "\n" for text in expected["raw"].values())
     assert "2 of 2" in done.stderr
+
+
+def test_a_disk_cache_serves_the_next_run(hybrid_folder, tmp_path):
+    asked = ["run", hybrid_folder, "the fox", "--raw", "--stats", *GREEDY]
+    first = bough(*asked, "--disk-cache", tmp_path)
+    again = bough(*asked, "--disk-cache", tmp_path)
+    assert again.stdout == first.stdout and first.exit_code == 0, first.stderr
+    count = int(first.stderr.split()[0])
+    assert "(0 matched, 0 cached)" in first.stderr
+    assert f"({count} matched, {count - 1} cached)" in again.stderr
+    without = bough(*asked, "--no-cache")
+    assert without.stdout == first.stdout and "(0 matched, 0 cached)" in without.stderr
+
+
+def test_a_disk_cache_in_use_is_done_without(llama_folder, tmp_path, expected):
+    with Engine.load(llama_folder, dtype="float32", cache=CacheConfig(disk_path=tmp_path)):
+        done = bough("run", llama_folder, "the fox", "--raw", *GREEDY, "--disk-cache", tmp_path, "--host-bytes", "1M")
+    assert (done.exit_code, done.stdout) == (0, expected["raw"]["the fox"] + "\n")
+    assert done.stderr.startswith("warning: ") and done.stderr.count("\n") == 1
+    assert "in use by another process" in done.stderr and "without a disk cache" in done.stderr
+
+
+def test_chat_at_a_terminal_resumes(hybrid_folder):
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "bough", "run", str(hybrid_folder), "--stats", *GREEDY]
+    process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    os.write(ours, b"the quick fox\nand the dog\n\x04")
+    _, errors = process.communicate(timeout=120)
+    os.close(ours)
+    os.close(theirs)
+    first, second = [line for line in errors.splitlines() if "tokens read" in line]
+    assert "(0 matched, 0 cached)" in first
+    read, matched, cached = (int(each) for each in re.findall(r"(\d+) (?:tokens read|matched|cached)", second))
+    assert read > matched >= cached > int(re.findall(r"(\d+) tokens read", first)[0])
+    assert process.returncode == 0 and "Traceback" not in errors
 
 
 def test_token_prompt_without_tokenizer(llama_folder, tmp_path):
@@ -96,6 +134,9 @@ def test_show(hybrid_folder):
         (["run", "{model}", "x", "--cache-bytes", "1K"], "device_bytes"),
         (["run", "{model}", "x", "--device", "abacus"], "abacus"),
         (["run", "{model}", "x", "--raw", "--system", "y"], "--system"),
+        (["run", "{model}", "x", "--host-bytes", "lots"], "500M"),
+        (["run", "{model}", "x", "--host-bytes", "-1"], "host_bytes"),
+        (["run", "{model}", "x", "--no-cache", "--disk-cache", "y"], "--no-cache"),
         (["show", "{model}", "--context", "0"], "context"),
     ],
 )

@@ -1,4 +1,7 @@
-"""Bad config.json: each a typed error that names the file and the remedy, whatever the field and whatever is in it."""
+"""Bad config.json: each a typed error that names the file and the remedy, whatever the field and whatever is in it.
+
+And bad settings of the cache.
+"""
 
 import itertools
 import json
@@ -31,7 +34,8 @@ from transformers import (
 )
 
 import bough.models
-from bough.errors import ModelError, UnknownArchitecture
+from bough.config import CacheConfig
+from bough.errors import ModelError, OptionError, UnknownArchitecture
 from bough.models.fields import OBJECTS, RULES
 from bough.models.load import load_model
 
@@ -238,3 +242,41 @@ def test_every_field_that_a_model_reads_has_a_rule():
     read = set(re.findall(r"\bconfig\.get\(\"(\w+)\"", source)) | set(re.findall(r"\bconfig\.(\w+)\b(?!\()", source))
     own = {"where", "text", "head_size", "json", "defaults", "raw"}
     assert read - own - set(RULES) - OBJECTS == set()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"device_bytes": None, "host_bytes": 0, "disk_bytes": None},
+        {"device_bytes": 1, "host_bytes": 2**63 - 1, "disk_bytes": 1},
+        {"disk_path": "somewhere"},
+        {"disk_path": Path("somewhere"), "disk_write_rate": 1},
+        {"enabled": False, "policy": "lru"},
+    ],
+    ids=str,
+)
+def test_settings_of_the_cache(settings):
+    config = CacheConfig(**settings)
+    assert {name: getattr(config, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("enabled", [1, None, "yes"]),
+        ("device_bytes", [0, -1, 1.5, True, "1G", 2**63]),
+        ("host_bytes", [-1, 1.5, False, "1G", 2**63]),
+        ("disk_bytes", [0, -1, 1.5, True, "1G", 2**63]),
+        ("disk_path", [1, b"somewhere", ["somewhere"]]),
+        ("disk_write_rate", [0, -1, 1.5, None, True, 2**63]),
+        ("policy", ["", "LRU", "fifo", None]),
+        ("page_tokens", [0, 1025, 2.0, None]),
+        ("dtype", ["float8", None]),
+    ],
+)
+def test_wrong_settings_of_the_cache(name, wrong):
+    for value in wrong:
+        with pytest.raises(OptionError, match=name):
+            CacheConfig(**{name: value})
+    with pytest.raises(TypeError):
+        CacheConfig(**{name + "s": None})

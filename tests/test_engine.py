@@ -516,7 +516,7 @@ def test_reserve_tells_the_step_it_measured(hybrid_folder):
 
 
 def test_a_deadline_ends_a_request_with_what_it_has(engine):
-    out = engine.generate("the fox", SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True, deadline=0.2))
+    out = engine.generate("the fox", SamplingParams(max_tokens=4000, temperature=0, ignore_eos=True, deadline=0.001))
     assert out.finish_reason == "deadline" and len(out.tokens) < 4000
     assert (
         engine.generate("the fox", SamplingParams(max_tokens=3, temperature=0, deadline=600)).finish_reason

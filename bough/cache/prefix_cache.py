@@ -142,6 +142,11 @@ class PrefixCache:
                 match.loads.append(found)
         return True
 
+    def is_here(self, match: Match) -> bool:
+        """Whether all that it takes is on the device by now. What could not be read is not, nor what waited for it."""
+        walk = self.tree.match(match.salt, match.tokens)
+        return match.ready and self.resume(walk, match.resumable, everywhere=False)[0] == match.resumable
+
     def release(self, match: Match) -> None:
         """What was pinned may go. A second call does nothing."""
         if match.pinned is not None:
@@ -150,7 +155,7 @@ class PrefixCache:
 
     def restore(self, match: Match, state: State) -> None:
         """Put a fresh state where the match can be resumed, and release it."""
-        assert match.ready and not match.failed
+        assert self.is_here(match)
         if match.resumable:
             path = self._path(match.salt, match.tokens)
             known = min(self.tree.match(match.salt, match.tokens).matched, path[-1].end)
@@ -215,8 +220,12 @@ class PrefixCache:
     # Room.
 
     def make_room(self, needs: list[int]) -> bool:
-        """Evict until a forward can have these entries. False: that is not enough."""
-        return self.tiers.make_room(needs)
+        """Evict until a forward can have these entries. False: that is not enough, and nothing went.
+
+        What went may have been shared with who asks: then he need not copy it, and asks for less.
+        """
+        before = self.tiers.evicted
+        return self.tiers.make_room(needs) or self.tiers.evicted > before
 
     def make_points_room(self, count: int) -> None:
         """Evict what is worth least for so many resume points, as far as that goes."""

@@ -32,7 +32,7 @@ FIRST, GROWTH, BINS = 1.0, 1.35, 46  # seconds, ratio, bins: up to about ten day
 EDGES: Floats = np.concatenate([[0.0], FIRST * GROWTH ** np.arange(BINS)])
 WIDTHS: Floats = np.diff(EDGES)
 _INNER = EDGES[1:-1]
-RATE, STEADY = 0.12, 1.0  # of learning, and what tempers it in the beginning
+RATE, STEADY = 0.3, 3.0  # of learning, and what tempers it in the beginning
 NEARBY: Floats = np.array([0.1, 0.3, 0.55, 0.8, 1.0, 0.8, 0.55, 0.3, 0.1])  # what a bin tells about its neighbours
 REMEMBERED = 1 << 16  # uses whose paths are recognised
 
@@ -95,6 +95,7 @@ class Model:
                 Kind.OWN, ("turn", turn), ("made", made), ("length", length), ("gap", steps(use.gap) // 2),
                 ("fresh", steps(use.fresh) if turn else -1),
                 ("turn, made", min(turn, 2), made), ("turn, length", min(turn, 2), length),
+                ("length, made", length // 4, made // 4),
             ]  # fmt: skip
         elif use.kind is Kind.SHARED:
             keys = [Kind.SHARED, ("uses", steps(use.turn)), ("every", steps(use.gap))]

@@ -103,7 +103,13 @@ class DiskCopy:
         return halves
 
     def join(self, right: "DiskCopy") -> "DiskCopy":
-        joined = DiskCopy(self.shelf, [*self.parts, *right.parts], right.point)
+        *before, last = self.parts
+        first, *after = right.parts
+        if last.extent is first.extent:  # the edge was split before: each extent is one part of a copy
+            border = [Part(last.extent, last.start, first.end)]
+        else:
+            border = [last, first]
+        joined = DiskCopy(self.shelf, [*before, *border, *after], right.point)
         self.close()
         right.close()
         return joined
@@ -132,6 +138,7 @@ class DiskCopy:
         """Which rows of which extents it takes to bring it back."""
         rows: dict[Extent, dict[str, tuple[int, int]]] = {}
         for part in self.parts if edge else ():
+            assert part.extent not in rows, "an extent is twice in a copy"
             first, last = self.shelf.layout.pages(part.start, part.end)
             for unit in self.shelf.full:
                 base = part.extent.meta["first"][str(unit)]

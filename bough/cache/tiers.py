@@ -57,6 +57,7 @@ class Tiers:
         self.device, self.host, self.shelf = device, host, shelf
         self.neighbour: Tiers | None = None  # that of another model's states in the same arena
         self.lane = Lane(device.device)
+        self.evicted = 0  # copies and resume points that had to make room
         self.wake: Callable[[], None] = lambda: None  # called by the disk's thread when there is news
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._loads: dict[Node, Load] = {}
@@ -75,6 +76,7 @@ class Tiers:
         while not pool.fits(needs, spare=spare):
             if not any(tiers._evict(tier) for tiers in self._fullest_first(tier)):
                 return False
+            self.evicted += 1
         if pool.slabs_for(needs, spare=spare) > pool.free_slabs:
             self.lane.wait()  # what is being copied is not to be moved
             pool.compact(needs, spare=spare)
@@ -173,16 +175,18 @@ class Tiers:
     def promote(self, node: Node, *, point: bool) -> "Load | bool":
         """Bring a node's edge to the device, and its resume point if wanted. True: it is there; False: it cannot be.
 
-        A Load is one that is being read from disk.
+        A Load is one that is being read from disk, or one before it that is: then it can be had when that is done.
         """
         have = node.copies[Tier.DEVICE]
         edge, point = have is None, point and not (have is not None and have.resumes)
         if not edge and not point:
             return True
         if load := self._loads.get(node):
-            return load if (load.edge, load.point) == (edge, point) else False
+            return load if load.edge >= edge and load.point >= point else False
         host = node.copies[Tier.HOST]
         if isinstance(host, Snapshot) and (host.resumes or not point):
+            if before := next((each for each in node.path() if each in self._loads), None):
+                return self._loads[before]  # nothing is on the device before what it follows
             if not self.make_room(host.sizes(edge=edge, point=point), spare=True):
                 return False
             with self.lane.copying():
@@ -203,6 +207,8 @@ class Tiers:
         self._loads[node] = load
         for extent, rows in wanted.items():
             self.shelf.disk.read(extent, rows, partial(self._post, self._loaded, load, extent))
+        if not wanted:  # where every reach ends somewhere, an edge has nothing of its own
+            self._post(self._finish_loads)
         return load
 
     def _loaded(self, load: Load, extent: Extent, rows: dict[str, Rows] | Lost) -> None:
@@ -215,20 +221,22 @@ class Tiers:
         else:
             load.data[extent] = rows
             self.shelf.disk.touch(extent)
+        self._finish_loads()
+
+    def _finish_loads(self) -> None:
+        """Hand over what is read, a path from its beginning."""
         read = [each for each in self._loads.values() if not each.missing]
-        for each in sorted(read, key=lambda each: each.start):  # a path from its beginning
-            before = each.node.path()[:-1]
-            if not any(node in self._loads for node in before):
+        for each in sorted(read, key=lambda each: each.end):
+            if not any(node in self._loads for node in each.node.path()[:-1]):
                 self._finish(each)
 
     def _finish(self, load: Load) -> None:
         del self._loads[load.node]
         load.done = True
-        parent = load.node.parent
-        reached = parent is not None and (parent.parent is None or parent.copies[Tier.DEVICE] is not None)
         edge, point = load.edge, load.point
         needs = load.copy.sizes(self.device, load.start, load.end, edge=edge, point=point)
-        if not load.failed and reached and load.node.end == load.end and self.make_room(needs, spare=True):
+        # Asked again, since the path to it may have had to make room, if nobody waits for it any more.
+        if not load.failed and _is_reached(load) and self.make_room(needs, spare=True) and _is_reached(load):
             made = load.copy.filled(self.device, load.start, load.end, load.data, edge=edge, point=point)
             self.attach(load.node, Tier.DEVICE, made, made.start)
             self.ledger.count("nodes_promoted_from_disk")
@@ -325,23 +333,23 @@ class Tiers:
             if path[0] in self._writing:
                 continue
             del self._unwritten[node]
-            if path[0] is not node:
+            staged = self._stage(path[0], paced=paced)
+            if path[0] is not node and staged is not None:
                 self._unwritten[node] = None
-            return self._stage(path[0], paced=paced)
+            return staged is not False
         return False
 
     def _lacks(self, node: Node) -> bool:
         """Whether the disk has less of a node than memory has."""
         disk = node.copies[Tier.DISK]
-        if disk is None or not disk.is_sound:
-            return True
-        return not disk.resumes and node.resumes
+        return disk is None or (disk.is_sound and not disk.resumes and node.resumes)
 
-    def _stage(self, node: Node, *, paced: bool) -> bool:
+    def _stage(self, node: Node, *, paced: bool) -> bool | None:
+        """Hand a node to the disk. False: not now; None: not at all, nor what follows it."""
         assert self.shelf is not None
         memory = [c for c in node.copies[: Tier.DISK] if isinstance(c, Snapshot)]
         if not memory:
-            return True
+            return None
         source = next((c for c in memory if c.resumes), memory[0])
         if source.pool is self.host and not self.lane.idle:
             self._unwritten = {node: None, **self._unwritten}
@@ -350,9 +358,9 @@ class Tiers:
         arrays = shapes_of(source, edge=edge, point=source.resumes)
         size = self.shelf.disk.size_of(node.start if edge else node.end, node.end, arrays, meta_of(source))
         while self.shelf.disk.free_bytes < size:
-            if not self._evict(Tier.DISK):
+            if size > self.shelf.disk.nbytes or not self._evict(Tier.DISK):
                 self.ledger.count("nodes_too_large_for_disk")
-                return True
+                return None
         if paced and not self.shelf.disk.room_for(size):
             self._unwritten = {node: None, **self._unwritten}
             return False
@@ -394,7 +402,7 @@ class Tiers:
             self.note(node)
 
     def _post(self, what: Callable[..., None], *args: object) -> None:
-        """Called by the disk's thread."""
+        """Let the thread that owns the tree do this when it settles; called by the disk's."""
         self._news.put(partial(what, *args))
         self.wake()
 
@@ -421,6 +429,8 @@ class Tiers:
         for node, copy in list(self._disk_copies()):
             if node.parent is not None and not copy.is_sound and not node.pins:
                 self.drop(node, Tier.DISK)
+                if node.parent is not None:
+                    self.note(node)
 
     def _disk_copies(self) -> Iterator[tuple[Node, DiskCopy]]:
         for node in self.tree.walk():
@@ -432,6 +442,16 @@ class Tiers:
         if self.shelf is not None:
             loading = [load.copy for load in self._loads.values()]
             self.shelf.check([*loading, *(copy for _, copy in self._disk_copies())])
+
+
+def _is_reached(load: Load) -> bool:
+    """Whether what is read can be used: its node is still there, perhaps in parts, and the device has all before it."""
+    node = load.node
+    while node.start > load.start and node.parent is not None:
+        node = node.parent
+    if node.parent is None or node.start != load.start:
+        return False
+    return node.parent.parent is None or node.parent.copies[Tier.DEVICE] is not None
 
 
 def _point_frees(copy: Copy) -> bool:

@@ -17,7 +17,7 @@ from bough.cache.shelf import Shelf
 from bough.cache.tree import Node, Tier, Tree, as_symbols
 from bough.config import CacheConfig
 from bough.engine.load import Loaded
-from bough.engine.memory import available_bytes
+from bough.engine.memory import IDLE, available_bytes
 from bough.errors import DiskUnavailable
 from bough.models.identity import identity
 from bough.state.layout import Layout
@@ -26,7 +26,7 @@ from bough.state.pool import Pool
 if TYPE_CHECKING:
     from bough.engine.engine import Engine, Prompt
 
-MOST_DISK = 64 << 30
+MOST_DISK, MOST_HOST = 64 << 30, 16 << 30
 LOOK_AHEAD = 1024  # tokens that are compared as text to explain a miss
 
 
@@ -35,7 +35,7 @@ def prefix_cache(config: CacheConfig, loaded: Loaded, pool: Pool) -> PrefixCache
     on_gpu = pool.device.type == "cuda"
     host_bytes = config.host_bytes
     if host_bytes is None:
-        host_bytes = available_bytes() // 4 if on_gpu else 0
+        host_bytes = min(available_bytes() // 4, IDLE * pool.nbytes, MOST_HOST) if on_gpu else 0
     host = Pool(pool.layout, host_bytes, max_running=0, pinned=on_gpu) if config.enabled and host_bytes else None
     shelf = _shelf(config, loaded, pool) if config.enabled and config.disk_path is not None else None
     return PrefixCache(pool, host=host, shelf=shelf, policy=config.policy, enabled=config.enabled)

@@ -27,6 +27,7 @@ from bough.engine.runner import Runner
 from bough.engine.sampler import draw
 from bough.engine.sequence import Sequence as Running
 from bough.errors import PoolFull
+from bough.models.model import Model
 from bough.state.live import State
 
 DEEPEST = 8  # tokens in a draft
@@ -75,7 +76,6 @@ class Side:
     whole: bool = True  # whether the state holds the text from its beginning
     told: int = 0  # tokens of the text that the drafter knows of
     rows: list[Tensor] = field(default_factory=list)  # hidden rows it has yet to be told of
-    drafted: int = 0  # tokens in the draft of this round
 
 
 class Drafting:
@@ -129,10 +129,7 @@ class Drafting:
             return
         if side.state is not None and self._tell([sequence]):
             self._keep(sequence, side, ended=True)
-        if self._sides.pop(sequence, None) is not None and side.state is not None:
-            side.state.release()
-        if self.drafter is not None:
-            self._guarded(lambda drafter: drafter.close(side.number))
+        self.park(sequence)
 
     def _keep(self, sequence: Running, side: Side, *, ended: bool) -> None:
         if side.state is not None and side.whole and self.cache is not None and self.drafter is not None:
@@ -145,7 +142,6 @@ class Drafting:
         wanted: list[tuple[Running, int]] = []
         for sequence in sequences:
             if (side := self._sides.get(sequence)) is not None:
-                side.drafted = 0
                 most = side.depth.choose(rows, sequence.limit - len(sequence.tokens) - 1)
                 if most > 0:
                     wanted.append((sequence, most))
@@ -162,13 +158,12 @@ class Drafting:
         def choose(logits: Tensor, which: Sequence[int], depth: int) -> Tensor:
             return draw(logits, [wanted[i][0].sampling_at(depth) for i in which])[0]
 
-        made = self._guarded(lambda drafter: drafter.propose(asked, choose))
-        drafts: dict[Running, Draft] = {}
-        for (sequence, most), draft in zip(wanted, made or (), strict=False):
-            if len(usable := _usable(draft, most, self.runner.model.vocab_size)):
-                drafts[sequence] = usable
-                self._sides[sequence].drafted = len(usable)
-        return drafts
+        def propose(drafter: Drafter) -> dict[Running, Draft]:
+            made = zip(wanted, drafter.propose(asked, choose), strict=False)
+            usable = {sequence: _usable(draft, most, self.runner.model) for (sequence, most), draft in made}
+            return {sequence: draft for sequence, draft in usable.items() if len(draft)}
+
+        return self._guarded(propose) or {}
 
     def grew(self, sequence: Running, hidden: Tensor) -> None:
         """The target has read tokens, whose hidden rows these are, and the text may have grown past them."""
@@ -178,38 +173,44 @@ class Drafting:
         side.rows.append(hidden)
         side.rows = [torch.cat(side.rows)] if len(side.rows) > 16 else side.rows
         reading = sequence.computed < len(sequence.request.prompt)
-        if reading or sum(map(len, side.rows)) >= UNTOLD:
-            self._tell([sequence])
-        if side.state is not None and sequence.computed <= len(sequence.request.prompt):
+        if (reading or _count(side.rows) >= UNTOLD) and not self._tell([sequence]) and _count(side.rows) > 4 * UNTOLD:
+            self.park(sequence)  # there is no memory for it, and what waits to be told takes memory too
+        elif side.state is not None and sequence.computed <= len(sequence.request.prompt):
             self._keep(sequence, side, ended=False)
 
     def park(self, sequence: Running) -> None:
-        """Draft no more for a sequence: its target does not compute well beside a draft."""
-        if (side := self._sides.pop(sequence, None)) is not None and side.state is not None:
-            side.state.release()
+        """Draft no more for a sequence."""
+        if (side := self._sides.pop(sequence, None)) is not None:
+            self._close(side)
 
-    def learn(self, sequence: Running, accepted: int, seconds: float, rows: int) -> None:
+    def learn(self, sequence: Running, drafted: int, accepted: int, seconds: float, rows: int) -> None:
         """How a round went."""
         if (side := self._sides.get(sequence)) is not None:
-            side.depth.observe(side.drafted, accepted, seconds, rows)
+            side.depth.observe(drafted, accepted, seconds, rows)
 
     def _tell(self, sequences: Sequence[Running]) -> bool:
         """Bring the drafter up to date on these texts. False: it cannot draft for them now."""
-        grown = []
+        grown, told = [], list[tuple[Side, int]]()
         for sequence in sequences:
             side = self._sides[sequence]
             known = sequence.computed + 1  # the token after the last one read; without it that one's row has no pair
             if side.told < known <= len(sequence.tokens):
                 tokens, rows = sequence.tokens[side.told : known], torch.cat(side.rows) if side.rows else None
                 grown.append(Grown(side.number, sequence.salt or "", tokens, rows, side.state))
-                side.told, side.rows = known, []
+                told.append((side, known))
         self._make_room([len(each.tokens) for each in grown])
 
         def tell(drafter: Drafter) -> bool:
             drafter.committed(grown)
             return True
 
-        return not grown or self._guarded(tell) is not None
+        done = not grown or self._guarded(tell) is not None
+        for side, known in told:
+            if done:
+                side.told, side.rows = known, []
+            elif side.state is not None and self.drafter is not None and not self.drafter.lag:
+                side.told = side.state.length  # memory ran out on the way; it goes on from there
+        return done
 
     def _make_room(self, tokens: Sequence[int]) -> None:
         """Have the cache give up what so many new tokens of each state may take. Best effort."""
@@ -231,28 +232,34 @@ class Drafting:
             drafter = self.drafter
             return self._aside.ask(lambda: ask(drafter))
         except PoolFull:
-            self._forget_states()
-        except Exception as error:  # noqa: BLE001 (whatever it is, drafting ends and requests go on)
+            return None  # no draft this time
+        except BaseException as error:  # noqa: BLE001 (whatever it is, drafting ends and requests go on)
             self.drop(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
         return None
 
-    def _forget_states(self) -> None:
-        """A drafter that could not be told of tokens has a gap: it starts anew from here on, for later requests."""
-        for side in self._sides.values():
-            if side.state is not None:
-                side.state.release()
-        self._sides.clear()
+    def _close(self, side: Side) -> None:
+        if side.state is not None:
+            side.state.release()
+        self._guarded(lambda drafter: drafter.close(side.number))
 
     def drop(self, why: str) -> None:
         """Do without the drafter from here on."""
         log.warning("the drafter failed and is not used any more (%s); decoding goes on without it", why)
         self.failure, self.drafter = why, None
-        self._forget_states()
+        for sequence in list(self._sides):
+            self.park(sequence)
+        if self.cache is not None:
+            self.cache.clear()
 
 
-def _usable(draft: Draft, most: int, vocabulary: int) -> Draft:
+def _count(rows: Sequence[Tensor]) -> int:
+    return sum(map(len, rows))
+
+
+def _usable(draft: Draft, most: int, target: Model) -> Draft:
     """A draft cut to what was asked for, and to what are tokens at all."""
     if isinstance(draft, Tensor):
-        return draft[:most].clamp(0, vocabulary - 1)
-    wrong = next((i for i, token in enumerate(draft) if not 0 <= token < vocabulary), len(draft))
+        (_,) = draft.shape
+        return draft[:most].to(target.device, torch.int64).clamp(0, target.vocab_size - 1)
+    wrong = next((i for i, token in enumerate(draft) if not 0 <= token < target.vocab_size), len(draft))
     return [int(token) for token in draft[: min(most, wrong)]]

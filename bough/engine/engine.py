@@ -45,6 +45,7 @@ class Engine:
         max_running: int | None = None,
         step_tokens: int | None = None,
         draft: DraftOption = "auto",
+        progress: Progress | None = None,
     ) -> None:
         self.name, self.model, self.tokenizer = loaded.name, loaded.model, loaded.tokenizer
         self.end_tokens, self.defaults = loaded.end_tokens, loaded.sampling
@@ -56,7 +57,7 @@ class Engine:
             512 if self.model.device.type == "cpu" else 2048
         )
         cache = cache or CacheConfig()
-        drafter = drafter_for(draft, self.model)
+        drafter = drafter_for(draft, self.model, path=loaded.path, progress=progress)
         pool, draft_pool, last_layer = pools(
             self.model,
             drafter,
@@ -90,12 +91,13 @@ class Engine:
     ) -> "Engine":
         """Load a Hugging Face folder or a GGUF file. `progress` is told (tensors read, tensors in all).
 
-        `draft`: "auto" (what the model ships, else ngram), "mtp", "ngram", the path of a draft model, or None.
+        `draft`: "auto" (what the model ships, else ngram), "mtp", "assistant", "ngram", the path of a draft model, or
+        None.
         """
         for name, value in (("context", context), ("max_running", max_running)):
             _at_least_one(name, value)  # before the work of loading
         loaded = load(Path(os.path.expanduser(model)), dtype=dtype, device=_device(device), progress=progress)
-        return cls(loaded, cache=cache, context=context, max_running=max_running, draft=draft)
+        return cls(loaded, cache=cache, context=context, max_running=max_running, draft=draft, progress=progress)
 
     @overload
     def generate(self, prompt: str, params: SamplingParams | None = None) -> Output: ...

@@ -25,6 +25,7 @@ class Loaded:
     tokenizer: Tokenizer | None
     end_tokens: frozenset[int]
     sampling: SamplingParams  # what the model's makers suggest
+    path: Path | None = None  # where it came from
 
 
 def load(
@@ -46,7 +47,7 @@ def load(
         ends, sampling = _end_tokens(suggested, model, tokenizer), _sampling(suggested)
     except (TypeError, ValueError, OptionError) as error:
         raise ModelError(f"{path}/generation_config.json is wrong ({error}); correct or remove it") from None
-    return Loaded(path.stem, model, tokenizer, ends, sampling)
+    return Loaded(path.stem, model, tokenizer, ends, sampling, path)
 
 
 def _end_tokens(suggested: Mapping[str, Any], model: Model, tokenizer: Tokenizer | None) -> frozenset[int]:

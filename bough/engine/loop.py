@@ -164,7 +164,7 @@ class Loop:
         match = sequence.match
         if not match.ready:
             return False
-        if match.failed:
+        if not self.cache.is_here(match):
             self.cache.release(match)
             sequence.match = None
             return self._is_resumable(sequence)
@@ -226,7 +226,8 @@ class Loop:
             start += count + len(drafts.get(sequence, ()))
         for sequence in writing:
             if sequence in accepted:
-                self.drafting.learn(sequence, accepted[sequence], seconds, len(rows))
+                drafted = len(drafts.get(sequence, ()))
+                self.drafting.learn(sequence, drafted, accepted[sequence], seconds, len(rows))
         for sequence, reason in ended.items():
             self._end(sequence, reason)
 
@@ -343,6 +344,7 @@ class Loop:
             self._preempted.add(newest)
             self._waiting.appendleft(newest)
         else:
+            self.drafting.park(newest)
             newest.fail(error)
 
     def _end(self, sequence: Sequence, reason: str) -> None:

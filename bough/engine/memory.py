@@ -16,6 +16,7 @@ from bough.state.layout import layouts
 from bough.state.pool import Pool
 
 MAX_RUNNING = 64
+IDLE = 4  # times what all running sequences can take is enough for those and the idle ones
 
 
 def pools(
@@ -51,6 +52,7 @@ def pools(
     nbytes = cache.device_bytes
     if nbytes is None:
         most = needed(max_running or MAX_RUNNING, context, max_running or MAX_RUNNING)
+        most *= IDLE if cache.enabled else 1
         nbytes = min(most, max(spare_bytes(model.device), min(needed(1, context, 1), 1 << 30)))
     if max_running is None:  # slots for all that run are kept back, so leave room for pages
         room, some = nbytes, min(context, 4096)

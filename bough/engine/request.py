@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from bough.config import SamplingParams
@@ -73,6 +73,7 @@ class Handle:
         self._cancelled = threading.Event()
         self._output: Output | None = None
         self._error: BaseException | None = None
+        self._listener: Callable[[], None] | None = None
 
     def cancel(self) -> None:
         """Stop as soon as the step that is running ends. What was written until then is the result."""
@@ -108,6 +109,14 @@ class Handle:
         """The next piece, or None when the request has ended; raises queue.Empty when neither happens in time."""
         return self._next(seconds)
 
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Have someone called at news, in the engine's thread, and once now for what there is already.
+
+        It must not wait, and must not raise.
+        """
+        self._listener = listener
+        listener()
+
     def _next(self, seconds: float | None) -> Piece | None:
         piece = self._news.get(timeout=seconds)
         if piece is None:
@@ -117,9 +126,14 @@ class Handle:
     # The engine's side.
 
     def put(self, piece: Piece) -> None:
-        self._news.put(piece)
+        self._tell(piece)
 
     def end(self, output: Output | None = None, error: BaseException | None = None) -> None:
         self._output, self._error = output, error
         self._done.set()
-        self._news.put(None)
+        self._tell(None)
+
+    def _tell(self, news: Piece | None) -> None:
+        self._news.put(news)
+        if self._listener is not None:
+            self._listener()

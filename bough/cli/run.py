@@ -1,38 +1,29 @@
-"""The command line. Text goes to stdout and everything else to stderr, so output pipes; colours only decorate."""
+"""`bough run` and `bough show`: load a model, answer prompts, chat, or tell what it is made of."""
 
 import os
 import queue
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bough import BoughError, CacheConfig, Engine, SamplingParams, __version__
+from bough import BoughError, CacheConfig, Engine, SamplingParams
+from bough.cli.terminal import bar, friendly, notes, parse_bytes, print_error, print_warning, show_bytes
 from bough.engine.chat import Chat, Reply
 from bough.engine.request import Handle, Output
 from bough.errors import BadPrompt, EmptyPrompt, ModelError, OptionError, RequestError
 from bough.state.kinds import PageKind
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    help="Run hybrid language models so that no token is computed twice that need not be.",
-)
-notes = Console(stderr=True, highlight=False)
-BUNDLED = Path(__file__).parent / "bundled"  # a small model that writes stories, and the name it goes by
-INTERRUPTED = 128 + signal.SIGINT  # what a shell expects of a program stopped by Ctrl-C
+BUNDLED = Path(__file__).parent.parent / "bundled"  # a small model that writes stories, and the name it goes by
 OPENING = "Once upon a time, in a small village by the sea,"
 
 Model = Annotated[
@@ -45,35 +36,16 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Context = Annotated[int | None, typer.Option(help="The most tokens of a sequence; what the model reads by default.")]
 CacheBytes = Annotated[str | None, typer.Option(help="Memory for state, e.g. 2G or 500M.", show_default=False)]
+HostBytes = Annotated[
+    str | None, typer.Option(help="Memory of the host for state that leaves a GPU; 0: none.", show_default=False)
+]
+DiskCache = Annotated[
+    str | None,
+    typer.Option(metavar="FOLDER", help="Keep state in this folder too, and find it there next time."),
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Compute every prompt from its beginning.")]
 
 
-def friendly(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What a user did wrong is one line on stderr, never a traceback. Ctrl-C ends quietly."""
-
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            if sys.stdout is None:
-                raise RequestError("standard output is closed; send it to a file, or to /dev/null")
-            command(*args, **kwargs)
-        except BoughError as error:
-            _print_error(error)
-            raise typer.Exit(1) from None
-        except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
-        except OSError as error:  # what is read is checked where it is read: this comes of writing
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
-            if isinstance(error, BrokenPipeError):  # whoever read our output has seen enough
-                raise typer.Exit(0) from None
-            _print_error(error)
-            raise typer.Exit(1) from None
-
-    return run
-
-
-@app.command(
-    epilog="Examples: [bold]bough run ./model 'Why is the sky blue?'[/bold]   [bold]cat q.txt | bough run m.gguf[/bold]"
-)
 @friendly
 def run(
     model: Model = None,
@@ -95,11 +67,14 @@ def run(
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: repeat less.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Say how many tokens and how fast, at the end.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Say how many tokens, how many known, how fast.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     context: Context = None,
     cache_bytes: CacheBytes = None,
+    host_bytes: HostBytes = None,
+    disk_cache: DiskCache = None,
+    no_cache: NoCache = False,
 ) -> None:
     """Continue prompts, or chat."""
     given = {
@@ -114,8 +89,9 @@ def run(
     }
     asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     SamplingParams(**asked)  # a mistake is told before the model is loaded
+    cache = _cache(cache_bytes, host_bytes, disk_cache, no_cache)
     prompts = prompts or _piped(model)
-    with _load(model, device, dtype, context, cache_bytes) as engine:
+    with _load(model, device, dtype, context, cache) as engine:
         params = replace(engine.defaults, **asked)
         if not prompts and model is None:
             prompts, stats = [OPENING], True
@@ -129,7 +105,6 @@ def run(
             _answer([_start(engine, text, system, chats, params) for text in prompts], stats)
 
 
-@app.command(epilog="Example: [bold]bough show ./model --context 32768[/bold]")
 @friendly
 def show(
     model: Model = None,
@@ -139,32 +114,26 @@ def show(
     cache_bytes: CacheBytes = None,
 ) -> None:
     """Say what a model is made of, and how many tokens and sequences fit here."""
-    with _load(model, device, dtype, context, cache_bytes) as engine:
+    with _load(model, device, dtype, context, _cache(cache_bytes)) as engine:
         with notes.status("measuring a step of made-up tokens"):
             fit = engine.reserve()
         table = Table(show_header=False, box=None, pad_edge=False)
         table.add_row("model", f"{engine.name} ({type(engine.model).__name__})")
-        table.add_row(
-            "weights",
-            f"{_bytes(fit.weight_bytes)} as {str(engine.model.dtype).removeprefix('torch.')} on {engine.model.device}",
-        )
+        dtype_name = str(engine.model.dtype).removeprefix("torch.")
+        table.add_row("weights", f"{show_bytes(fit.weight_bytes)} as {dtype_name} on {engine.model.device}")
         table.add_row("layers", _layers(engine))
         table.add_row("context", f"{engine.context:,} tokens, vocabulary {engine.model.vocab_size:,}")
         for unit in engine.layout.units:
             each = f"of {engine.layout.page_tokens} tokens each" if unit.is_page else "one a sequence"
-            table.add_row("state", f"{unit.name} {each}: {_bytes(unit.nbytes)}")
-        table.add_row("memory for state", _bytes(fit.state_bytes))
-        table.add_row("peak of activations", f"{_bytes(fit.activation_bytes)} in a step of {fit.step_tokens} tokens")
+            table.add_row("state", f"{unit.name} {each}: {show_bytes(unit.nbytes)}")
+        table.add_row("memory for state", show_bytes(fit.state_bytes))
+        table.add_row(
+            "peak of activations", f"{show_bytes(fit.activation_bytes)} in a step of {fit.step_tokens} tokens"
+        )
         table.add_row("longest sequence", f"{fit.longest:,} tokens")
         for length, count in fit.sequences.items():
             table.add_row("fit at once", f"{count:,} sequences of {length:,} tokens")
         Console(highlight=False, soft_wrap=True).print(table)
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    print(__version__)
 
 
 def _piped(model: str | None) -> list[str] | None:
@@ -184,32 +153,45 @@ def _piped(model: str | None) -> list[str] | None:
     return None
 
 
-@contextmanager
-def _load(model: str | None, device: str, dtype: str, context: int | None, cache_bytes: str | None) -> Iterator[Engine]:
-    cache = CacheConfig(device_bytes=_parse_bytes(cache_bytes)) if cache_bytes else None
+def _cache(
+    device_bytes: str | None, host_bytes: str | None = None, disk: str | None = None, none: bool = False
+) -> CacheConfig:
+    if none and disk is not None:
+        raise OptionError("--no-cache and --disk-cache contradict each other; give one of them")
+    return CacheConfig(
+        enabled=not none,
+        device_bytes=None if device_bytes is None else parse_bytes(device_bytes),
+        host_bytes=None if host_bytes is None else parse_bytes(host_bytes),
+        disk_path=disk,
+    )
+
+
+def find_model(model: str | None) -> Path:
+    """Where a model is, by the name it has on the command line."""
     path = BUNDLED if model in (None, BUNDLED.name) else Path(os.path.expanduser(str(model)))
     if not os.path.exists(path):
         raise ModelError(
             f"{path} is not there; give a folder with config.json and *.safetensors, a .gguf file,"
             f" or '{BUNDLED.name}' for the model in the box"
         )
-    with _bar("loading") as advance:
-        engine = Engine.load(path, device=device, dtype=dtype, cache=cache, context=context, progress=advance)
-    try:
-        yield engine
-    finally:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # closing takes one step, and must not be broken off
-        engine.close()
-        signal.signal(signal.SIGINT, before)
+    return path
 
 
 @contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, which goes away when done; nothing if stderr is not a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+def _load(model: str | None, device: str, dtype: str, context: int | None, cache: CacheConfig) -> Iterator[Engine]:
+    path = find_model(model)
+    with bar("loading") as advance, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        engine = Engine.load(path, device=device, dtype=dtype, cache=cache, context=context, progress=advance)
+    for warning in caught:
+        print_warning(str(warning.message))
+    try:
+        yield engine
+    finally:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # closing must not be broken off
+        with notes.status("writing the cache to disk") if cache.disk_path else nullcontext():
+            engine.close()
+        signal.signal(signal.SIGINT, before)
 
 
 def _start(engine: Engine, text: str, system: str | None, chats: bool, params: SamplingParams) -> Handle | Reply:
@@ -250,7 +232,7 @@ def _print_pieces(handle: Handle, stats: bool) -> Output:
     began = time.perf_counter()
     first: float | None = None
     try:
-        with _bar("reading the prompt") as advance:
+        with bar("reading the prompt") as advance:
             piece = _next(handle, advance)
         first = time.perf_counter()
         while piece is not None:
@@ -282,8 +264,10 @@ def _print_stats(output: Output, began: float, first: float) -> None:
     later = usage.completion_tokens - 1
     speed = f", {later / (now - first):.1f} tokens/s" if later > 0 else ""
     notes.print(
-        f"[dim]{usage.prompt_tokens} tokens read in {first - began:.2f} s ({usage.cached_tokens} cached),"
-        f" {usage.completion_tokens} written{speed}, ended by {output.finish_reason}[/dim]"
+        f"[dim]{usage.prompt_tokens} tokens read in {first - began:.2f} s"
+        f" ({usage.matched_tokens} matched, {usage.cached_tokens} cached),"
+        f" {usage.completion_tokens} written{speed}, ended by {output.finish_reason}[/dim]",
+        soft_wrap=True,
     )
 
 
@@ -306,7 +290,7 @@ def _talk(engine: Engine, system: str | None, chats: bool, params: SamplingParam
                 with closing(chat.stream(text, params)) as reply:
                     _print_pieces(reply.handle, stats)
         except BoughError as error:
-            _print_error(error)
+            print_error(error)
 
 
 def _layers(engine: Engine) -> str:
@@ -320,28 +304,3 @@ def _layers(engine: Engine) -> str:
             name = {"Recurrent": "gated delta", "ShortConv": "short convolution"}.get(type(kind).__name__, "slot")
         counts[name] = counts.get(name, 0) + 1
     return ", ".join(f"{count} {name}" for name, count in counts.items())
-
-
-def _parse_bytes(text: str) -> int:
-    number, unit = text.strip().rstrip("Bb"), 1
-    if number and number[-1].upper() in "KMGT":
-        unit = 1024 ** ("KMGT".index(number[-1].upper()) + 1)
-        number = number[:-1].rstrip("i")
-    try:
-        return int(float(number) * unit)
-    except (ValueError, OverflowError):
-        raise OptionError(f"{text!r} is not a size; write 2G, 500M or a number of bytes") from None
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError
-
-
-def _print_error(error: Exception) -> None:
-    notes.print("[red]error:[/red]", end=" ")
-    notes.print(str(error), markup=False, soft_wrap=True)
