@@ -4,8 +4,9 @@ import typer
 
 from bough import __version__
 from bough.cli import cache
-from bough.cli.run import BUNDLED, OPENING, run, show
+from bough.cli.run import BUNDLED, run, show
 from bough.cli.serve import serve
+from bough.cli.stories import OPENING
 
 __all__ = ["BUNDLED", "OPENING", "app"]
 

@@ -1,12 +1,10 @@
 """`bough run` and `bough show`: load a model, answer prompts, chat, or tell what it is made of."""
 
 import os
-import queue
 import signal
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +15,15 @@ from rich.console import Console
 from rich.table import Table
 
 from bough import BoughError, CacheConfig, Engine, SamplingParams
+from bough.cli.answers import print_answers, print_pieces
+from bough.cli.stories import tell_stories
 from bough.cli.terminal import bar, friendly, notes, parse_bytes, print_error, print_warning, show_bytes
 from bough.engine.chat import Chat, Reply
-from bough.engine.request import Handle, Output
+from bough.engine.request import Handle
 from bough.errors import BadPrompt, EmptyPrompt, ModelError, OptionError, RequestError
 from bough.state.kinds import PageKind
 
 BUNDLED = Path(__file__).parent.parent / "bundled"  # a small model that writes stories, and the name it goes by
-OPENING = "Once upon a time, in a small village by the sea,"
 
 Model = Annotated[
     str | None,
@@ -42,6 +41,9 @@ HostBytes = Annotated[
 DiskCache = Annotated[
     str | None,
     typer.Option(metavar="FOLDER", help="Keep state in this folder too, and find it there next time."),
+]
+Draft = Annotated[
+    str, typer.Option(help="Who guesses tokens ahead: auto, mtp, assistant, ngram, the path of a small model, or none.")
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Compute every prompt from its beginning.")]
 
@@ -75,6 +77,7 @@ def run(
     host_bytes: HostBytes = None,
     disk_cache: DiskCache = None,
     no_cache: NoCache = False,
+    draft: Draft = "auto",
 ) -> None:
     """Continue prompts, or chat."""
     given = {
@@ -91,18 +94,18 @@ def run(
     SamplingParams(**asked)  # a mistake is told before the model is loaded
     cache = _cache(cache_bytes, host_bytes, disk_cache, no_cache)
     prompts = prompts or _piped(model)
-    with _load(model, device, dtype, context, cache) as engine:
+    with _load(model, device, dtype, context, cache, draft) as engine:
         params = replace(engine.defaults, **asked)
         if not prompts and model is None:
-            prompts, stats = [OPENING], True
-            sys.stdout.write(OPENING)
+            tell_stories(engine, params)
+            return
         chats = not raw and engine.tokenizer is not None and engine.tokenizer.template is not None
         if system is not None and not chats:
             raise OptionError("--system needs a chat; the model has no chat template, or --raw was given")
         if not prompts:
             _talk(engine, system if chats else None, chats, params, stats)
         else:
-            _answer([_start(engine, text, system, chats, params) for text in prompts], stats)
+            print_answers([_start(engine, text, system, chats, params) for text in prompts], stats)
 
 
 @friendly
@@ -178,11 +181,21 @@ def find_model(model: str | None) -> Path:
 
 
 @contextmanager
-def _load(model: str | None, device: str, dtype: str, context: int | None, cache: CacheConfig) -> Iterator[Engine]:
+def _load(
+    model: str | None, device: str, dtype: str, context: int | None, cache: CacheConfig, draft: str = "none"
+) -> Iterator[Engine]:
     path = find_model(model)
     with bar("loading") as advance, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
-        engine = Engine.load(path, device=device, dtype=dtype, cache=cache, context=context, progress=advance)
+        engine = Engine.load(
+            path,
+            device=device,
+            dtype=dtype,
+            cache=cache,
+            context=context,
+            draft=None if draft == "none" else draft,
+            progress=advance,
+        )
     for warning in caught:
         print_warning(str(warning.message))
     try:
@@ -214,63 +227,6 @@ def _tokens(text: str) -> list[int]:
         ) from None
 
 
-def _answer(asked: Sequence[Handle | Reply], stats: bool) -> None:
-    """Print the answers in order, the first as it comes; all of them are worked on together."""
-    handles = [each.handle if isinstance(each, Reply) else each for each in asked]
-    for index, handle in enumerate(handles):
-        if len(handles) > 1:
-            notes.print(f"[bold]── {index + 1} of {len(handles)}[/bold]")
-        _print_pieces(handle, stats)
-        if handle.cancelled:
-            for other in handles:
-                other.cancel()
-            raise KeyboardInterrupt
-
-
-def _print_pieces(handle: Handle, stats: bool) -> Output:
-    """Print a request's text as it comes. The first Ctrl-C stops the request and keeps what there is."""
-    began = time.perf_counter()
-    first: float | None = None
-    try:
-        with bar("reading the prompt") as advance:
-            piece = _next(handle, advance)
-        first = time.perf_counter()
-        while piece is not None:
-            sys.stdout.write(piece.text if handle.has_text else "".join(f"{token} " for token in piece.tokens))
-            sys.stdout.flush()
-            piece = _next(handle)
-    except KeyboardInterrupt:
-        handle.cancel()
-    output = handle.result()
-    sys.stdout.write("\n")
-    sys.stdout.flush()
-    if stats:
-        _print_stats(output, began, first or time.perf_counter())
-    return output
-
-
-def _next(handle: Handle, advance: Callable[[int, int], None] | None = None) -> Any:
-    """The next piece, or None at the end. Waits in short naps, so that Ctrl-C gets through and the bar moves."""
-    while True:
-        try:
-            return handle.next_piece(0.1)
-        except queue.Empty:
-            if advance:
-                advance(handle.prefilled, len(handle.request.prompt))
-
-
-def _print_stats(output: Output, began: float, first: float) -> None:
-    usage, now = output.usage, time.perf_counter()
-    later = usage.completion_tokens - 1
-    speed = f", {later / (now - first):.1f} tokens/s" if later > 0 else ""
-    notes.print(
-        f"[dim]{usage.prompt_tokens} tokens read in {first - began:.2f} s"
-        f" ({usage.matched_tokens} matched, {usage.cached_tokens} cached),"
-        f" {usage.completion_tokens} written{speed}, ended by {output.finish_reason}[/dim]",
-        soft_wrap=True,
-    )
-
-
 def _talk(engine: Engine, system: str | None, chats: bool, params: SamplingParams, stats: bool) -> None:
     """A conversation at the terminal, until Ctrl-D. Ctrl-C stops a reply, not the conversation."""
     notes.print("[dim]Ctrl-C stops a reply, Ctrl-D ends.[/dim]")
@@ -285,10 +241,10 @@ def _talk(engine: Engine, system: str | None, chats: bool, params: SamplingParam
             continue
         try:
             if chat is None:
-                _print_pieces(_submit(engine, text, params), stats)
+                print_pieces(_submit(engine, text, params), stats)
             else:
                 with closing(chat.stream(text, params)) as reply:
-                    _print_pieces(reply.handle, stats)
+                    print_pieces(reply.handle, stats)
         except BoughError as error:
             print_error(error)
 
