@@ -3,9 +3,11 @@
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bough.ops.ragged import Carried, Rows, Slots, close_slots, open_slots
+from bough.ops.twins import twins
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -26,6 +28,9 @@ def causal_conv(
     without history) or `explicit` [R, K − 1, C]. A tail, also one at a cut, is a slice of [old tail | inputs], so rows
     and cuts shorter than the tail need no special case. Sums are float32.
     """
+    if (fast := twins(x)) is not None and activation in (None, F.silu):
+        silu = activation is F.silu
+        return fast.causal_conv(x, taps, rows, bias=bias, stored=stored, explicit=explicit, silu=silu)
     slots = open_slots("causal_conv", rows, stored, explicit)
     outs = []
     for row, start, end in rows:

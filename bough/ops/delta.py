@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bough.ops.ragged import Carried, Rows, Slots, close_slots, open_slots
+from bough.ops.twins import twins
 
 CHUNK = 32  # tokens; more means larger products, but work within a chunk that grows with its square
 ROOT_EPS = torch.tensor(1e-3)  # the root of the models' ε
@@ -43,6 +44,8 @@ def gated_delta(
     Hv is a multiple of Hk: each k head serves Hv / Hk neighbouring v heads. The state is in `stored` slots (zeros for
     a row without history) or `explicit` [R, Hv, dk, dv]. At a row's cuts the state is emitted too.
     """
+    if (fast := twins(v)) is not None:
+        return fast.gated_delta(q, k, v, g, beta, rows, stored=stored, explicit=explicit)
     slots = open_slots("gated_delta", rows, stored, explicit)
     out, scale = torch.empty_like(v, memory_format=torch.contiguous_format), q.shape[-1] ** -0.5
     for row, start, end in rows:

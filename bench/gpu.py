@@ -1,0 +1,240 @@
+"""Kernels on one CUDA device, each beside its ceiling and, where there is one, its peer in the same run.
+
+    PYTHONPATH=. python bench/gpu.py [--groups delta_decode,attention_decode,delta_prefill] [--peers DIR] [--out FILE]
+
+A group takes a minute or two, compilation included. The ceiling is what a copy of 2 GiB moves in the same run, bytes
+read and written together, and for prefill the time that its inputs and outputs take at that rate. The peer is fla-core
+(`--peers`: a folder with its unpacked wheel). Inputs are random. Times are medians of event timings with a cold cache
+(`eager`), or of graph replays (`graph`), which leave the launches of several kernels out. Errors are relative to
+float64, by norm. Each figure is one JSON line.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from triton.testing import do_bench, do_bench_cudagraph
+
+from bough import ops
+from bough.ops import Pages, Rows, Slots
+from bough.ops import triton as kernels
+
+DEVICE, LOW = "cuda", torch.bfloat16
+K_HEADS, HEADS, WIDTH = 16, 32, 128  # of gated-delta layers of 4 B hybrids
+
+
+class Run:
+    """Where figures go, with what they are held against."""
+
+    def __init__(self, out: Path, peers: Path | None) -> None:
+        self.out, self.peers = out, peers
+        source = torch.randn(2**29, device=DEVICE)
+        target = torch.empty_like(source)
+        self.rate = 2 * source.nbytes / eager(lambda: target.copy_(source))  # bytes a µs
+        self.machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        self.figure("copy of 2 GiB", tb_s=self.rate / 1e6)
+
+    def figure(self, name: str, **values: float | str | None) -> None:
+        rounded = {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in values.items()}
+        line = json.dumps({"figure": name, **rounded, **self.machine})
+        print(line, flush=True)
+        with self.out.open("a") as file:
+            file.write(line + "\n")
+
+    def peer(self, name: str) -> Callable | None:
+        if self.peers is None:
+            return None
+        if str(self.peers) not in sys.path:
+            sys.path.append(str(self.peers))
+        import fla.ops.gated_delta_rule
+
+        return getattr(fla.ops.gated_delta_rule, name)
+
+
+def eager(work: Callable[[], object]) -> float:
+    """µs."""
+    return do_bench(work, warmup=20, rep=100, return_mode="median") * 1e3
+
+
+def graph(work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()  # it is captured on a stream of its own, which does not wait for the inputs
+    return do_bench_cudagraph(work, rep=100, return_mode="median") * 1e3
+
+
+def error(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.double() - exact).norm() / exact.norm())
+
+
+def delta_inputs(total: int, k_heads: int = K_HEADS) -> tuple[Tensor, ...]:
+    q, k = (torch.randn(total, k_heads, WIDTH, device=DEVICE, dtype=LOW) for _ in range(2))
+    v = torch.randn(total, HEADS, WIDTH, device=DEVICE, dtype=LOW)
+    return q, k, v, -0.1 * torch.rand(total, HEADS, device=DEVICE), torch.rand(total, HEADS, device=DEVICE)
+
+
+def delta_states(count: int) -> Tensor:
+    """Slots as a pool has them: other parts lie between those of a layer."""
+    size = HEADS * WIDTH * WIDTH
+    return torch.randn(count, size + 3 * 8192, device=DEVICE)[:, :size].view(count, HEADS, WIDTH, WIDTH)
+
+
+def exact_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One row by the rule as it is written, in float64: the outputs and the last state."""
+    q, k, v, g, beta, state = (each.double() for each in (q, k, v, g, beta, state))
+    q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
+    q, k = (each.repeat_interleave(v.shape[1] // q.shape[1], 1) for each in (q, k))
+    out = torch.empty_like(v)
+    for t in range(len(q)):
+        state = state * g[t].exp()[:, None, None]
+        change = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+        state = state + k[t][:, :, None] * change[:, None]
+        out[t] = torch.einsum("hkv,hk->hv", state, q[t]) * WIDTH**-0.5
+    return out, state
+
+
+def delta_decode(run: Run) -> None:
+    """One token a row, and draft windows, from one slot to another."""
+    data, order = delta_states(140), torch.randperm(140).tolist()
+    peer = run.peer("fused_recurrent_gated_delta_rule")
+    for rows, tokens in ((1, 1), (16, 1), (64, 1), (1, 5), (64, 5), (64, 8)):
+        inputs, shape = delta_inputs(rows * tokens), Rows((tokens,) * rows, (1,) * rows)
+        slots = Slots(data, tuple(order[:rows]), tuple(order[rows : 2 * rows]))
+        exact, _ = exact_delta(*(each[:tokens] for each in inputs), data[order[0]])
+        ours = kernels.gated_delta(*inputs, shape, stored=slots).out
+        took = graph(lambda: kernels.gated_delta(*inputs, shape, stored=slots))  # noqa: B023
+        floor = 2 * rows * data[0].nbytes / run.rate
+        theirs = None
+        if peer is not None:
+            q, k, v, g, beta = (each.view(rows, tokens, *each.shape[1:]) for each in inputs)
+            states = torch.randn(rows, HEADS, WIDTH, WIDTH, device=DEVICE)
+            theirs = graph(
+                lambda: peer(
+                    q, k, v, g, beta=beta, initial_state=states, output_final_state=True,  # noqa: B023
+                    use_qk_l2norm_in_kernel=True,
+                )
+            )  # fmt: skip
+        run.figure(
+            f"gated-delta decode, {rows} rows of {tokens}", graph_us=took, floor_us=floor, of_copy_rate=floor / took,
+            fla_graph_us=theirs, error=error(ours[:tokens], exact),
+        )  # fmt: skip
+    delta_layer(run, data, order)
+
+
+def delta_layer(run: Run, data: Tensor, order: list[int]) -> None:
+    """Convolution, gates, rule and norm, of one token a row."""
+    channels = 2 * K_HEADS * WIDTH + HEADS * WIDTH
+    layer = kernels.DeltaLayer(
+        torch.randn(4, channels, device=DEVICE), -torch.rand(HEADS, device=DEVICE), torch.randn(HEADS, device=DEVICE),
+        torch.randn(WIDTH, device=DEVICE, dtype=LOW), 1e-6,
+    )  # fmt: skip
+    tails = torch.randn(140, 3, channels, device=DEVICE, dtype=LOW)
+    for rows in (1, 16, 64):
+        projected = [
+            torch.randn(rows, width, device=DEVICE, dtype=LOW) for width in (channels, HEADS * WIDTH, HEADS, HEADS)
+        ]
+        shape, slots = Rows((1,) * rows, (1,) * rows), (tuple(order[:rows]), tuple(order[rows : 2 * rows]))
+
+        def work(projected: list = projected, shape: Rows = shape, slots: tuple = slots) -> Tensor:
+            return kernels.gated_delta_layer(
+                *projected, layer, K_HEADS, shape, Slots(tails, *slots), Slots(data, *slots)
+            )
+
+        run.figure(
+            f"gated-delta layer without its projections, decode, {rows} rows", graph_us=graph(work),
+            floor_us=2 * rows * data[0].nbytes / run.rate,
+        )  # fmt: skip
+
+
+def attention_decode(run: Run) -> None:
+    """New tokens over pages in random order; 16 query and 4 key heads of 256."""
+    page, kv_heads, heads, width = 32, 4, 16, 256
+    for rows, keys, tokens in (
+        (16, 32768, 1),
+        (16, 32768, 5),
+        (16, 32768, 8),
+        (16, 2048, 1),
+        (1, 4096, 1),
+        (1, 32768, 1),
+    ):
+        count = rows * keys // page
+        k, v = (torch.randn(count, page, kv_heads, width, device=DEVICE, dtype=LOW) for _ in range(2))
+        table = torch.randperm(count, device=DEVICE).view(rows, -1)
+        nowhere = table.new_empty(0)
+        q = torch.randn(rows * tokens, heads, width, device=DEVICE, dtype=LOW)
+        shape = Rows((tokens,) * rows, (keys - tokens,) * rows)
+        pages = Pages(k, v, table, (0,) * rows, nowhere, nowhere)
+
+        def work(q: Tensor = q, shape: Rows = shape, pages: Pages = pages) -> Tensor:
+            return kernels.attention(q, shape, scale=width**-0.5, stored=pages)
+
+        first = Pages(*(each.index_select(0, table[0]).double() for each in (k, v)),
+                      torch.arange(len(table[0]), device=DEVICE)[None], (0,), nowhere, nowhere)  # fmt: skip
+        exact = ops.attention(q[:tokens].double(), Rows((tokens,), (keys - tokens,)), scale=width**-0.5, stored=first)
+        took, floor = graph(work), (k.nbytes + v.nbytes) / run.rate
+        run.figure(
+            f"attention decode, {rows} rows of {tokens} over {keys}", graph_us=took, floor_us=floor,
+            of_copy_rate=floor / took, error=error(work()[:tokens], exact),
+        )  # fmt: skip
+
+
+def delta_prefill(run: Run) -> None:
+    """One long row, also with 16 cuts; and eight shorter ones."""
+    peer = run.peer("chunk_gated_delta_rule")
+    data = delta_states(20)
+    for k_heads in (K_HEADS, HEADS):
+        for rows, tokens in ((1, 2048), (1, 8192), (1, 32768), (8, 4096)):
+            inputs, shape = delta_inputs(rows * tokens, k_heads), Rows((tokens,) * rows, (1,) * rows)
+            read, write = tuple(range(rows)), tuple(range(rows, 2 * rows))
+            work = lambda: kernels.gated_delta(*inputs, shape, stored=Slots(data, read, write))  # noqa: B023, E731
+            values: dict[str, float] = {"eager_us": eager(work), "graph_us": graph(work)}
+            values["floor_us"] = (sum(each.nbytes for each in inputs) + inputs[2].nbytes) / run.rate
+            if rows == 1:
+                cuts, slots = tuple(range(tokens // 17, tokens, tokens // 17))[:16], tuple(range(2, 18))
+                cut_shape = Rows((tokens,), (1,), (cuts,))
+                cut = lambda: kernels.gated_delta(*inputs, cut_shape, stored=Slots(data, (0,), (1,), (slots,)))  # noqa: B023, E731
+                values["cuts_16_graph_us"] = graph(cut)
+            if peer is not None:
+                q, k, v, g, beta = (each.view(rows, tokens, *each.shape[1:]) for each in inputs)
+                q, k = (each.repeat_interleave(HEADS // k_heads, 2) for each in (q, k))
+                states = data[:rows].contiguous()
+                theirs = lambda: peer(  # noqa: E731
+                    q, k, v, g, beta, initial_state=states, output_final_state=True,  # noqa: B023
+                    use_qk_l2norm_in_kernel=True,
+                )  # fmt: skip
+                values["fla_eager_us"], values["fla_graph_us"] = eager(theirs), graph(theirs)
+            if tokens == 2048:
+                exact, last = exact_delta(*inputs, data[0])
+                ours = work().out
+                reference = Slots(data.clone(), read, write)
+                out = ops.gated_delta(*inputs, shape, stored=reference).out
+                values |= {"error": error(ours, exact), "state_error": error(data[1], last)}
+                values |= {
+                    "reference_error": error(out, exact),
+                    "reference_state_error": error(reference.data[1], last),
+                }
+                if peer is not None:
+                    values["fla_error"] = error(theirs()[0][0], exact)
+            run.figure(f"gated-delta prefill, {rows} rows of {tokens}, {k_heads} k heads", **values)
+
+
+GROUPS = {"delta_decode": delta_decode, "attention_decode": attention_decode, "delta_prefill": delta_prefill}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", default=",".join(GROUPS))
+    parser.add_argument("--peers", type=Path)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu.jsonl")
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    run = Run(given.out, given.peers)
+    for name in given.groups.split(","):
+        GROUPS[name](run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""Which twin of an op runs: on a CUDA device that of Triton, where it is installed; else the readable one."""
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+from torch import Tensor
+
+
+def twins(tensor: Tensor) -> ModuleType | None:
+    """The faster twins for whatever lies where this tensor does."""
+    return _triton() if tensor.is_cuda else None
+
+
+@cache
+def _triton() -> ModuleType | None:
+    return import_module("bough.ops.triton") if find_spec("triton") is not None else None

@@ -1,0 +1,225 @@
+"""Each Triton kernel against its reference twin, on odd shapes, with all that it must not touch poisoned.
+
+On a machine with CUDA the tests run there. Elsewhere they run in Triton's interpreter, which is chosen when triton is
+first imported: so in a process of its own.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_delta import Case, close, slow
+from torch import Tensor
+
+from bough import ops
+from bough.ops import Pages, Rows, Slots
+from bough.ops.ragged import Recording
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INSTALLED = importlib.util.find_spec("triton") is not None
+HERE = INSTALLED and (DEVICE == "cuda" or INTERPRETED)
+LOW = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # numpy, and so the interpreter, has no bfloat16
+
+if HERE:
+    from bough.ops import triton as twin
+
+kernels = pytest.mark.skipif(not HERE, reason="triton needs CUDA, or a process of its own for its interpreter")
+SHORT = Rows((1, 3, 0, 8), (1, 0, 2, 5))
+LONG = Rows((70, 9, 2, 0, 40), (3, 0, 1, 1, 1), ((5, 6, 70), (), (1,), (), (32,)))
+
+
+@pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
+@pytest.mark.skipif(HERE, reason="the tests below run in this process")
+def test_kernels_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-W", "ignore"]
+    ran = subprocess.run(
+        [*command, __file__],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout + ran.stderr
+
+
+@pytest.fixture(autouse=True, scope="module")
+def plain_numbers():
+    """Triton 3.6's interpreter turns arrays of one number into indices in a way that numpy has given up."""
+    if not INTERPRETED:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang_tensor", patched)
+        yield
+
+
+def on_device(case: Case, dtype: torch.dtype = torch.float32) -> Case:
+    floats = (each.to(DEVICE, dtype) for each in (case.q, case.k, case.v))
+    return Case(case.rows, *floats, *(each.to(DEVICE) for each in (case.g, case.beta, case.state)))
+
+
+def pool(entries: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A part of entries that are larger than it, as a layer's part of a slot or a page is."""
+    size = torch.Size(shape).numel()
+    return torch.randn(entries, size + 24).to(DEVICE, dtype)[:, 8 : 8 + size].view(entries, *shape)
+
+
+def check(case: Case, ours, tolerance: float) -> None:
+    out, states = slow(case)
+    close(ours.out.cpu(), out.cpu(), tolerance)
+    for row, count in enumerate(case.rows.counts):
+        close(ours.state[row].cpu(), states[row][count].cpu(), tolerance)
+        for cut, state in zip(case.rows.cuts_of(row), ours.cuts[row], strict=True):
+            close(state.cpu(), states[row][cut].cpu(), tolerance)
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("rows", "decay", "alike"),
+    [(SHORT, "usual", 0.0), (LONG, "none", 1.0), (LONG, "strong", 0.5), (LONG, "now and then strong", 1.0)],
+)
+def test_delta_equals_the_slow_loop(rows, decay, alike):
+    case = on_device(Case.of(rows, decay=decay, alike=alike, k_dim=24, v_dim=20))
+    check(case, twin.gated_delta(*case.inputs, rows, explicit=case.state), 2e-5)
+
+
+@kernels
+def test_delta_of_rounded_inputs_errs_as_little_as_its_reference():
+    """The output's own rounding is most of the error; the state has 11 bits, where the reference has 24."""
+    case = on_device(Case.of(Rows((150, 4), (1, 1)), k_dim=32, v_dim=16, alike=0.3), LOW)
+    out, states = slow(case)
+
+    def error(of: Tensor, expected: Tensor) -> float:
+        return float((of.double() - expected).norm() / expected.norm())
+
+    ours, reference = (op(*case.inputs, case.rows, explicit=case.state) for op in (twin.gated_delta, ops.gated_delta))
+    assert error(ours.out, out) < 1.1 * error(reference.out, out) + (1e-3 if INTERPRETED else 2e-4)
+    for row, count in enumerate(case.rows.counts):
+        assert error(ours.state[row], states[row][count]) < 1e-3
+
+
+@kernels
+@pytest.mark.skipif(DEVICE == "cpu", reason="too slow in the interpreter")
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@pytest.mark.parametrize(("k_heads", "rows"), [(1, LONG), (16, LONG), (1, SHORT)])
+def test_delta_of_real_width(dtype, k_heads, rows):
+    case = on_device(Case.of(rows, k_heads=k_heads, k_dim=128, v_dim=128), dtype)
+    check(case, twin.gated_delta(*case.inputs, rows, explicit=case.state), 2e-5 if dtype == torch.float32 else 2e-2)
+
+
+@kernels
+@pytest.mark.parametrize("rows", [SHORT, LONG])
+def test_delta_in_slots_touches_no_others(rows):
+    case = on_device(Case.of(rows, k_dim=16, v_dim=16))
+    data, count = pool(20, 4, 16, 16), len(rows.counts)
+    read, write = tuple(range(1, 1 + count)), (1, *range(8, 7 + count))  # the first row in place
+    cut = tuple(tuple(range(14 + 2 * row, 14 + 2 * row + len(rows.cuts_of(row)))) for row in range(count))
+    cut = (cut[0], (), (18,), (), (19,)) if rows.cuts else ()
+    expected = data.clone()
+    want = ops.gated_delta(*case.inputs, rows, stored=Slots(expected, read, write, cut))
+    ours = twin.gated_delta(*case.inputs, rows, stored=Slots(data, read, write, cut))
+    close(ours.out, want.out)
+    close(data, expected)
+
+
+@kernels
+def test_recorded_rows_write_no_state():
+    rows = Rows((2, 5), (1, 1))
+    case = on_device(Case.of(rows))
+    data = pool(4, 4, 8, 6)
+    before, records = data.clone(), (Recording(), Recording())
+    out = twin.gated_delta(*case.inputs, rows, stored=Slots(data, (1, 2), (0, 0), records=records)).out
+    want = ops.gated_delta(*case.inputs, rows, stored=Slots(data.clone(), (1, 2), (0, 0))).out
+    close(out, want)
+    assert torch.equal(data, before)
+    for row, start, end in rows:
+        for ours, given in zip(records[row].inputs, (case.k, case.v, case.g, case.beta), strict=True):
+            assert torch.equal(ours, given[start:end])
+
+
+@kernels
+@pytest.mark.parametrize("rows", [SHORT, Rows((70, 9, 2, 0, 40), (3, 0, 1, 1, 1), ((1, 2, 70), (), (1,), (), (32,)))])
+@pytest.mark.parametrize(("kernel", "silu"), [(4, True), (3, False)])
+def test_conv(rows, kernel, silu):
+    x, taps = torch.randn(rows.total, 11).to(DEVICE), torch.randn(kernel, 11).to(DEVICE)
+    bias = None if silu else torch.randn(11).to(DEVICE)
+    data, count = pool(20, kernel - 1, 11), len(rows.counts)
+    read, write = tuple(range(1, 1 + count)), (1, *range(8, 7 + count))
+    cut = ((14, 15, 16), (), (18,), (), (19,)) if rows.cuts else ()
+    expected = data.clone()
+    activation = torch.nn.functional.silu if silu else None
+    want = ops.causal_conv(x, taps, rows, bias=bias, stored=Slots(expected, read, write, cut), activation=activation)
+    ours = twin.causal_conv(x, taps, rows, bias=bias, stored=Slots(data, read, write, cut), silu=silu)
+    close(ours.out, want.out)
+    assert torch.equal(data, expected)
+
+
+@kernels
+@pytest.mark.parametrize("rows", [Rows((2, 1, 5), (1, 0, 3)), Rows((2, 1, 15), (1, 0, 3))])
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+def test_a_whole_delta_layer(rows, dtype):
+    k_heads, heads, dk, dv = 2, 4, 16, 8
+    keys = k_heads * dk
+    channels = 2 * keys + heads * dv
+    qkv, z, b, a = (torch.randn(rows.total, width).to(DEVICE, dtype) for width in (channels, heads * dv, heads, heads))
+    taps, rate, dt_bias, norm = (torch.randn(shape).to(DEVICE) for shape in ((4, channels), (heads,), (heads,), (dv,)))
+    layer = twin.DeltaLayer(taps, -rate.abs(), dt_bias, norm.to(dtype), 1e-6)
+    tails, states = pool(6, 3, channels, dtype=dtype), pool(6, heads, dk, dv)
+    indices = ((1, 0, 3), (4, 5, 3))
+    old_tails, old_states = Slots(tails.clone(), *indices), Slots(states.clone(), *indices)
+    ours = twin.gated_delta_layer(qkv, z, b, a, layer, k_heads, rows, Slots(tails, *indices), Slots(states, *indices))
+    x = ops.causal_conv(qkv, taps, rows, stored=old_tails, activation=torch.nn.functional.silu).out
+    q, k, v = x[:, :keys], x[:, keys : 2 * keys], x[:, 2 * keys :]
+    g, beta = ops.delta_gates(a, b, layer.rate, layer.dt_bias)
+    out = ops.gated_delta(
+        q.view(-1, k_heads, dk), k.view(-1, k_heads, dk), v.view(-1, heads, dv), g, beta, rows, stored=old_states
+    ).out
+    want = ops.rms_norm_gated(out, z.view(out.shape), layer.norm, layer.eps)
+    tolerance = 2e-5 if dtype == torch.float32 else 4e-2  # of low precision, a rounding or two
+    close(ours, want, tolerance)
+    close(states, old_states.data, 2e-5 if dtype == torch.float32 else 5e-3)
+    close(tails, old_tails.data, 0)
+
+
+WIDTHS = [(24, 40)] if DEVICE == "cpu" else [(24, 40), (64, 64), (192, 128), (256, 256), (512, 512)]
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("window", "softcap", "group", "span", "dtype"),
+    [
+        (None, None, 1, None, torch.float32),
+        (7, None, 3, 16, torch.float32),
+        (None, 5.0, 3, 16, torch.float32),
+        (40, 3.0, 2, 32, LOW),
+        (None, None, 4, 32, LOW),
+    ],
+)
+@pytest.mark.parametrize(("k_dim", "v_dim"), WIDTHS)
+def test_attention(window, softcap, group, span, dtype, k_dim, v_dim):
+    rows, page, heads = Rows((1, 3, 0, 8), (50, 0, 2, 77)), 16, 2
+    k, v = pool(40, page, heads, k_dim, dtype=dtype), pool(40, page, heads, v_dim, dtype=dtype)
+    first = tuple(0 if window is None else max(0, history - window + 1) // page for history in rows.history)
+    table, entries = torch.zeros(4, 7, dtype=torch.int64), torch.randperm(40)
+    for row, (history, count) in enumerate(zip(rows.history, rows.counts, strict=True)):
+        used = -(-(history + count) // page) - first[row]
+        table[row, :used] = entries[8 * row : 8 * row + used]
+    nowhere = torch.empty(0, dtype=torch.int64)
+    pages = Pages(k, v, table.to(DEVICE), first, nowhere, nowhere)
+    q = torch.randn(rows.total, heads * group, 2 * k_dim).to(DEVICE, dtype)[..., :k_dim]
+    options = {"scale": k_dim**-0.5, "stored": pages, "window": window, "softcap": softcap}
+    ours, want = twin.attention(q, rows, **options, span=span), ops.attention(q, rows, **options)
+    close(ours, want, 2e-5 if dtype == torch.float32 else 2e-2)
