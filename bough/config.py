@@ -1,8 +1,10 @@
 """What a caller can set: how to sample, and how much memory state may take."""
 
+import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from bough.errors import OptionError
 
@@ -25,6 +27,44 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of a request must be. An engine reads it, and may refuse it, when a request is made with it."""
+
+    kind: str  # json_schema, regex or lark
+    source: str
+
+    def __post_init__(self) -> None:
+        require(self.kind in GRAMMARS, "kind of grammar", self.kind, "one of " + ", ".join(GRAMMARS))
+        require(isinstance(self.source, str), "source of a grammar", self.source, "text")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str | bool) -> "Grammar":
+        """JSON that the schema (as such, or as JSON text) allows; {} allows any. Properties come in its order."""
+        try:
+            known = json.loads(schema) if isinstance(schema, str) else schema
+            source = json.dumps(dict(known) if isinstance(known, Mapping) else known, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise OptionError(f"the JSON schema is not JSON ({error}); correct it") from None
+        require(isinstance(known, Mapping | bool), "JSON schema", known, "an object, true or false")
+        return cls("json_schema", source)
+
+    @classmethod
+    def json_object(cls) -> "Grammar":
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> "Grammar":
+        """Text that matches from its beginning to its end (in the syntax of Rust's regex, without look-around)."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, source: str) -> "Grammar":
+        """Text of a context-free grammar in llguidance's form of Lark; it begins with the rule `start`."""
+        return cls("lark", source)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends."""
 
@@ -42,6 +82,7 @@ class SamplingParams:
     ignore_eos: bool = False
     cache_salt: str | None = None  # requests with different ones share nothing through the cache
     deadline: float | None = None  # seconds from now, after which the request ends with what it has
+    grammar: Grammar | None = None  # what the text must be; it ends where nothing can follow
     draft: str | None = "auto"  # None: this request is decoded without drafts; auto: as the engine does
 
     def __post_init__(self) -> None:
@@ -69,6 +110,8 @@ class SamplingParams:
         require(salted, "cache_salt", self.cache_salt, "text, or None")
         timed = self.deadline is None or (is_number(self.deadline, 0) and self.deadline > 0)
         require(timed, "deadline", self.deadline, "a number of seconds above 0, or None")
+        constrained = self.grammar is None or isinstance(self.grammar, Grammar)
+        require(constrained, "grammar", self.grammar, "a Grammar, or None")
         require(self.draft in ("auto", None), "draft", self.draft, '"auto", or None')
 
 
@@ -103,5 +146,6 @@ class CacheConfig:
         require(self.dtype in DTYPES, "cache dtype", self.dtype, "one of " + ", ".join(DTYPES))
 
 
+GRAMMARS = ("json_schema", "regex", "lark")
 POLICIES = ("value", "lru")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

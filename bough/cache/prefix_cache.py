@@ -160,6 +160,8 @@ class PrefixCache:
             path = self._path(match.salt, match.tokens)
             known = min(self.tree.match(match.salt, match.tokens).matched, path[-1].end)
             state.restore(path, match.resumable, known)
+            if self.has_points:  # a window may be there where no point was: it is soon gone, unless there is one now
+                self._keep(state, match.salt, match.tokens[: match.resumable])
         self.release(match)
 
     def _path(self, salt: bytes, symbols: Symbols) -> list[Snapshot]:

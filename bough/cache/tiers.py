@@ -105,11 +105,11 @@ class Tiers:
             return False
         node, move = chosen
         self.ledger.count(f"{move.name.lower()}s_evicted_from_{tier.name.lower()}")
+        if tier == Tier.DEVICE and self.host is not None:
+            self._to_host(node)
         if move is Move.POINT:
             self.drop_point(node, tier)
         else:
-            if tier == Tier.DEVICE and self.host is not None:
-                self._to_host(node)
             self.drop(node, tier)
         return True
 

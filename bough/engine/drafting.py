@@ -106,10 +106,14 @@ class Drafting:
             del self._sides[sequence]
 
     def _restored(self, sequence: Running, side: Side, resumed: int) -> State:
-        """The drafter's state for what the target resumes from, as far as its cache has it."""
+        """The drafter's state for what the target resumes from, as far as its cache has it.
+
+        One that reads tokens alone may be further.
+        """
         assert self.drafter is not None and self.cache is not None
         state, lag = State(self.cache.pool), self.drafter.lag
-        match = self.cache.acquire(sequence.tokens[lag : lag + resumed + 1], sequence.salt)
+        known = sequence.tokens[lag : lag + resumed + 1] if lag else sequence.tokens
+        match = self.cache.acquire(known, sequence.salt)
         last = self.runner.last_row(sequence.state) if lag and resumed else None
         if match.resumable >= resumed - (last is not None) or not lag:
             self.cache.restore(match, state)

@@ -16,6 +16,7 @@ from bough.draft.load import DraftOption, drafter_for
 from bough.engine.caching import Cache, draft_cache, prefix_cache
 from bough.engine.chat import Chat
 from bough.engine.drafting import Drafting
+from bough.engine.grammar import Grammars
 from bough.engine.load import Loaded, load
 from bough.engine.loop import Loop
 from bough.engine.measure import Fit, reserve
@@ -75,6 +76,7 @@ class Engine:
         drafting = Drafting(drafter, self._runner, draft_cache(prefixes, draft_pool))
         self._loop = Loop(self._runner, prefixes, drafting, max_running=self.max_running, step_tokens=self.step_tokens)
         self.cache = Cache(self, prefixes)
+        self._grammars = Grammars(self.tokenizer, self.model.vocab_size, self.end_tokens)
 
     @classmethod
     def load(
@@ -213,6 +215,8 @@ class Engine:
         require(isinstance(params, SamplingParams), "params", params, "SamplingParams")
         if params.stop and self.tokenizer is None:
             raise OptionError("stop strings need a tokenizer, and the model has none")
+        if params.grammar is not None:
+            self._grammars.check(params.grammar)
         return Request(self.tokens(prompt), params, resolve_seed(params))
 
     def _start(self, request: Request) -> Handle:
@@ -224,6 +228,7 @@ class Engine:
                 end_tokens=self.end_tokens,
                 tokenizer=self.tokenizer,
                 counts=counts,
+                matcher=self._grammars.begin(request.params),
             )
         )
 

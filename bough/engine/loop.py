@@ -213,7 +213,9 @@ class Loop:
             return
         began, sequences = time.perf_counter(), [sequence for sequence, _ in rows]
         choosing = [s for s, count in rows if count == s.pending and s.wants_token]
-        writing = [s for s in choosing if s.pending == 1 and _state(s).known == s.computed]
+        writing = [
+            s for s in choosing if s.pending == 1 and _state(s).known == s.computed and len(s.tokens) not in s.cuts
+        ]
         drafts = {} if self._short_of_memory else self.drafting.drafts(writing, len(rows))
         before = [s.computed for s in sequences]
         hidden, logits, opened = self._forward(rows, choosing, drafts)
@@ -224,7 +226,7 @@ class Loop:
             if not sequence.handle.done:
                 self._read(sequence, known, hidden[start : start + sequence.computed - known])
             start += count + len(drafts.get(sequence, ()))
-        for sequence in writing:
+        for sequence in writing if len(writing) == len(rows) else ():  # a prompt in between is no round's cost
             if sequence in accepted:
                 drafted = len(drafts.get(sequence, ()))
                 self.drafting.learn(sequence, drafted, accepted[sequence], seconds, len(rows))

@@ -1,8 +1,8 @@
-"""Choosing the next token of each row: penalties, temperature, filters, noise, logprobs.
+"""Choosing the next token of each row: masks, penalties, temperature, filters, noise, logprobs.
 
-Token i of a request is argmax(log p_i + Gumbel(seed, i)). p_i is the model's distribution after, in this order:
-penalties, temperature, top-k, top-p, min-p. Greedy (temperature 0) is the case without noise; filters never remove
-the likeliest token, so greedy rows skip them.
+Token i of a request is argmax(log p_i + Gumbel(seed, i)). p_i is the model's distribution after, in this order: the
+mask of what is allowed, penalties, temperature, top-k, top-p, min-p. Greedy (temperature 0) is the case without noise;
+filters never remove the likeliest of the allowed tokens, so greedy rows skip them.
 
 - The noise of a token depends on (seed, i, token id) and on nothing else. Sampling keeps no state of its own: asking
   again for the same row gives the same token.
@@ -10,7 +10,7 @@ the likeliest token, so greedy rows skip them.
   sum in float64 that is then rounded to float32, so that the order of summation does not show.
 - Of equal logits, argmax and top-k prefer the lower token id: top-k keeps exactly k. Top-p and min-p judge by value
   only: tokens equally likely are kept or dropped together.
-- Logprobs are those of the model itself, its log-softmax in float32 before penalties, temperature and filters.
+- Logprobs are those of the model itself, its log-softmax in float32 before masks, penalties, temperature and filters.
 - One transfer to the host per call; all that goes the other way is copied without waiting.
 
 This module knows logits and token ids. It does not know sequences, text, state or when a request ends.
@@ -18,7 +18,7 @@ This module knows logits and token ids. It does not know sequences, text, state 
 
 import math
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +84,7 @@ class RowSampling:
     index: int  # i: how many tokens of the request were written before this one
     counts: TokenCounts | None = None  # present exactly if params has a penalty
     drafted: Sequence[int] = ()
+    allowed: Tensor | None = None  # uint8, on the host: token t is bit t % 8 of byte t // 8. None: all
 
     def __post_init__(self) -> None:
         assert (self.counts is not None) == _penalises(self.params), "counts go with penalties"
@@ -145,9 +146,12 @@ def sample(logits: Tensor, rows: Sequence[RowSampling], along: Sequence[Tensor] 
 def draw(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:
     """The token of each row and the score it won with (not finite: bad logits), both [R] and on the device."""
     assert len(logits) == len(rows), f"{len(logits)} rows of logits, {len(rows)} rows to sample"
+    masked = {r: row.allowed for r, row in enumerate(rows) if row.allowed is not None}
     penalised = [r for r, row in enumerate(rows) if row.counts is not None]
-    if penalised:
+    if masked or penalised:
         logits = logits.to(torch.float32, copy=True)  # the caller's stay as they are
+    if masked:
+        _mask_(logits, masked)
     for piece in _pieces(penalised, logits.shape[1]):
         which = _send(piece, torch.int64, logits.device)
         logits.index_copy_(0, which, _penalise(logits[which], [rows[r] for r in piece]))
@@ -246,6 +250,20 @@ def _last_needed(ranked: Tensor, needed: Tensor) -> Tensor:
 def _mass(logp: Tensor) -> Tensor:
     """Probability in integers, whose sum is the same in any order."""
     return (logp.double().exp() * 2.0**40).long()
+
+
+def _mask_(logits: Tensor, allowed: Mapping[int, Tensor]) -> None:
+    """Set the logits of what these rows may not choose to -inf."""
+    packed = torch.stack(list(allowed.values()))
+    packed = (packed.pin_memory() if logits.is_cuda else packed).to(logits.device, non_blocking=True)
+    bits = torch.arange(256, device=logits.device)[:, None] >> torch.arange(8, device=logits.device)
+    unset = bits & 1 == 0  # [256, 8], by byte: looking up whole bytes is several times faster than testing bits
+    at = 0
+    for piece in _pieces(list(allowed), logits.shape[1]):
+        which = _send(piece, torch.int64, logits.device)
+        refused = unset[packed[at : at + len(piece)].int()].flatten(1)[:, : logits.shape[1]]
+        logits.index_copy_(0, which, logits[which].masked_fill_(refused, -math.inf))
+        at += len(piece)
 
 
 def _penalise(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:

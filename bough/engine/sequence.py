@@ -3,13 +3,17 @@
 from collections.abc import Sequence as Tokens
 from functools import cached_property
 
+from torch import Tensor
+
 from bough.cache.prefix_cache import Match
 from bough.cache.reuse import Use
 from bough.cache.tree import Symbols, as_symbols
+from bough.engine.grammar import Matcher
 from bough.engine.request import Handle, Output, Piece, Usage
 from bough.engine.sampler import Logprobs, RowSampling, TokenCounts
 from bough.engine.text import StopStrings
 from bough.engine.tokenizer import Detokenizer, Tokenizer
+from bough.errors import RequestError
 from bough.state.live import State
 
 
@@ -24,6 +28,7 @@ class Sequence:
         end_tokens: frozenset[int],
         tokenizer: Tokenizer | None,
         counts: TokenCounts | None,
+        matcher: Matcher | None = None,
     ) -> None:
         self.handle, self.request = handle, handle.request
         self.state: State | None = None
@@ -37,6 +42,8 @@ class Sequence:
         self.limit = min(context, len(self.tokens) + self.request.params.max_tokens)
         self.end_tokens = frozenset() if self.request.params.ignore_eos else end_tokens
         self.counts = counts
+        self.matcher = matcher
+        self.failure: RequestError | None = None  # why it could not be ended well
         self.detokenizer = Detokenizer(tokenizer, self.request.prompt) if tokenizer else None
         self.stops = StopStrings(self.request.params.stop) if self.request.params.stop else None
         self.text: list[str] = []
@@ -76,13 +83,16 @@ class Sequence:
         """How the next token is chosen."""
         return self.sampling_at(0)
 
-    def sampling_at(self, depth: int, drafted: Tokens[int] = ()) -> RowSampling:
-        """How the token after so many more is chosen, if these are what was drafted."""
+    def sampling_at(self, depth: int, drafted: Tokens[int] = (), allowed: Tensor | None = None) -> RowSampling:
+        """How the token after so many more is chosen, if these are what was drafted, and this is what may follow."""
         index = len(self.tokens) - len(self.request.prompt) + depth
-        return RowSampling(self.request.params, self.request.seed, index, self.counts, drafted)
+        return RowSampling(self.request.params, self.request.seed, index, self.counts, drafted, allowed)
 
     def append(self, token: int, logprobs: Logprobs | None, *, drafted: bool = False) -> str | None:
         """Take the next token; returns why the request ends with it, or None."""
+        if self.matcher is not None and not self.matcher.take(token):
+            self.failure = RequestError(self.matcher.problem)
+            return "failed"
         self.tokens.append(token)
         if self.counts is not None:
             self.counts.add([token])
@@ -93,7 +103,7 @@ class Sequence:
         if self.stops:
             text, stopped = self.stops.push(text)
         reason = None
-        if stopped or token in self.end_tokens:
+        if stopped or token in self.end_tokens or (self.matcher is not None and self.matcher.complete):
             reason = "stop"
         elif len(self.tokens) >= self.limit:
             reason = "length"
@@ -121,6 +131,9 @@ class Sequence:
 
     def finish(self, reason: str) -> None:
         """Tell the client, and give the state back."""
+        if self.failure is not None:
+            self.fail(self.failure)
+            return
         self.release()
         self.usage.completion_tokens = len(self.written)
         self.handle.end(Output("".join(self.text), self.written, reason, self.usage, self.logprobs, self.scores))

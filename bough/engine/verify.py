@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from bough.draft import Draft
+from bough.engine.grammar import masks
 from bough.engine.sampler import Logprobs, sample
 from bough.engine.sequence import Sequence as Running
 
@@ -31,11 +32,11 @@ def verify(logits: Tensor, rows: Sequence[tuple[Running, Draft]]) -> list[Verdic
     Raises BadLogits, which names the rows at fault.
     """
     sampling = []
-    for sequence, draft in rows:
-        penalised = sequence.counts is not None  # the drafted tokens count as written in the rows after them
-        drafted: list[int] = draft.tolist() if isinstance(draft, Tensor) and penalised else []
-        drafted = list(draft) if not isinstance(draft, Tensor) else drafted
-        sampling += [sequence.sampling_at(depth, drafted[:depth]) for depth in range(len(draft) + 1)]
+    drafts = [_looked_at(sequence, draft) for sequence, draft in rows]
+    allowed = masks([(sequence.matcher, drafted) for (sequence, _), drafted in zip(rows, drafts, strict=True)])
+    for (sequence, draft), drafted, mask in zip(rows, drafts, allowed, strict=True):
+        follow = [None] * (len(draft) + 1) if mask is None else mask.unbind()
+        sampling += [sequence.sampling_at(depth, drafted[:depth], may) for depth, may in enumerate(follow)]
     on_device = [draft for _, draft in rows if isinstance(draft, Tensor)]
     sampled = sample(logits, sampling, along=on_device)
     along, chosen = iter(sampled.along), iter(zip(sampled.tokens, sampled.logprobs, strict=True))
@@ -48,3 +49,12 @@ def verify(logits: Tensor, rows: Sequence[tuple[Running, Draft]]) -> list[Verdic
             stood += 1
         verdicts.append(Verdict(options[: stood + 1]))
     return verdicts
+
+
+def _looked_at(sequence: Running, draft: Draft) -> list[int]:
+    """The draft on the host; without its tokens if it is on a device and nobody asks for them."""
+    if not isinstance(draft, Tensor):
+        return list(draft)
+    # Penalties count the drafted tokens as written in the rows after them; what a grammar allows depends on them.
+    known: list[int] = draft.tolist() if sequence.counts is not None or sequence.matcher is not None else []
+    return known

@@ -138,6 +138,8 @@ class Stream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
+            if self.generation.left:
+                scope["bough"].facts["outcome"] = "the client left"
             self.generation.cancel()
 
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from bough.engine.engine import Engine
-from bough.server import openai, operations
+from bough.server import anthropic, ollama, openai, operations
 from bough.server.api import Api, Call, ClientGone, Endpoint, Json
 from bough.server.errors import ApiError, as_api_error, not_found
 from bough.server.gate import Gate, refusal
@@ -26,7 +26,7 @@ from bough.server.generation import Service
 from bough.server.openapi import document
 from bough.server.settings import Settings
 
-APIS: tuple[Api, ...] = (openai.API, operations.API)
+APIS: tuple[Api, ...] = (openai.API, ollama.API, anthropic.API, operations.API)
 GONE = 499  # for the log: nobody reads it
 
 log = logging.getLogger("bough.server")

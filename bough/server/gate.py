@@ -80,8 +80,9 @@ class Gate:
             return None
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        sent = given.encode("latin-1")  # as bytes, which is what headers are
         # Every key is compared, each in constant time, so that the time tells nothing.
-        matches = [tenant for key, tenant in self.keys.items() if hmac.compare_digest(key, given.encode())]
+        matches = [tenant for key, tenant in self.keys.items() if hmac.compare_digest(key, sent)]
         if not matches:
             message = "a valid API key is needed; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             raise ApiError(401, message, kind="authentication_error", code="invalid_api_key")

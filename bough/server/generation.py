@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from bough.config import SamplingParams
@@ -25,6 +26,8 @@ from bough.server.settings import Settings
 
 PULSE = 10.0  # seconds without news, after which a stream says that it is alive
 QUIET = Piece("", [])
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+RESERVED = {"self", "messages", "tools", "transcript", "add_generation_prompt"}  # not for clients to set
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,8 @@ class Service:
         self.metrics = Metrics(engine, self.names[0])
         self.running: set[Generation] = set()
         self.closing = False
-        self._template = ChatTemplate(engine.tokenizer) if engine.tokenizer is not None else None
+        self._starting = 0  # continuations on their way to the engine
+        self.template = ChatTemplate(engine.tokenizer) if engine.tokenizer is not None else None
 
     @property
     def name(self) -> str:
@@ -58,27 +62,32 @@ class Service:
             raise no_such_model(name, self.name)
 
     async def chat_prompt(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> Prompt:
         """The prompt that asks for a reply to messages. Templates read `options` as variables."""
+        if taken := RESERVED & options.keys():
+            raise ApiError(400, f"{', '.join(sorted(taken))} cannot be set for the chat template; leave it out")
         return await asyncio.to_thread(self._rendered, messages, tools, options)
 
     def _rendered(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, options: dict[str, Any]
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, options: Mapping[str, Any]
     ) -> Prompt:
-        if self._template is None:
+        if self.template is None:
             raise TemplateError("the model has no tokenizer, so it cannot chat; send token ids to /v1/completions")
-        transcript = self._template.prompt(messages, tools=tools, **options)
-        prompt = Prompt(self._checked(transcript.tokens))
+        transcript = self.template.prompt(messages, tools=tools, **options)
+        prompt = Prompt(self.checked(transcript.tokens))
         if not self.engine.cache.places_points:
             return prompt
-        return Prompt(prompt.tokens, tuple(self._template.boundaries(transcript, messages, tools=tools, **options)))
+        return Prompt(prompt.tokens, tuple(self.template.boundaries(transcript, messages, tools=tools, **options)))
 
     async def plain_prompt(self, prompt: str | Sequence[int]) -> Prompt:
         """A prompt as it is, text or token ids."""
-        return await asyncio.to_thread(lambda: Prompt(self._checked(prompt)))
+        return await asyncio.to_thread(lambda: Prompt(self.checked(prompt)))
 
-    def _checked(self, prompt: str | Sequence[int]) -> Sequence[int]:
+    def checked(self, prompt: str | Sequence[int]) -> Sequence[int]:
         try:
             tokens = self.engine.tokens(prompt)
         except PoolFull as error:  # it would never fit
@@ -89,9 +98,17 @@ class Service:
             raise ApiError(400, message, code="context_length_exceeded")
         return tokens
 
-    def start(self, wanted: Sequence[tuple[Prompt, SamplingParams]]) -> "Generation":
+    async def start(self, wanted: Sequence[tuple[Prompt, SamplingParams]]) -> "Generation":
         """Start on prompts, all of them or none."""
         self._require_room(len(wanted))
+        self._starting += len(wanted)
+        try:
+            handles = await asyncio.to_thread(self._submit, wanted)  # a grammar may take a while to read
+        finally:
+            self._starting -= len(wanted)
+        return Generation(self, handles)
+
+    def _submit(self, wanted: Sequence[tuple[Prompt, SamplingParams]]) -> list[Handle]:
         handles: list[Handle] = []
         try:
             for prompt, params in wanted:
@@ -100,7 +117,7 @@ class Service:
             for handle in handles:
                 handle.cancel()
             raise
-        return Generation(self, handles)
+        return handles
 
     def _require_room(self, count: int) -> None:
         if self.closing:
@@ -110,7 +127,7 @@ class Service:
             raise ApiError(
                 400, f"{count} answers were asked for at once, and this server works on {most}; ask for less"
             )
-        busy = sum(each.left for each in self.running)
+        busy = self._starting + sum(each.left for each in self.running)
         if busy + count > most:
             message = f"{busy} requests are running or waiting, and no more than {most} may; try again later"
             raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
@@ -129,7 +146,8 @@ class Generation:
         self.left = len(handles)  # continuations that have not ended
         self.began = time.perf_counter()
         self._service, self._metrics = service, service.metrics
-        self._last: list[float | None] = [None] * len(handles)  # when each had its last piece
+        self.first: list[float | None] = [None] * len(handles)  # when each had its first piece
+        self._last: list[float | None] = [None] * len(handles)  # and its last
         self._ended = [False] * len(handles)
         self._news: deque[tuple[int, Piece | None]] = deque()
         self._woken = asyncio.Event()
@@ -185,6 +203,7 @@ class Generation:
                 elif piece.tokens:
                     self._metrics.token(self.began if (last := self._last[index]) is None else last, now, last is None)
                     self._last[index] = now
+                    self.first[index] = self.first[index] or now
         self._woken.set()
 
     def _end(self, index: int, handle: Handle) -> None:

@@ -1,5 +1,6 @@
 """OpenAI's API: /v1/chat/completions, /v1/completions and /v1/models, as its clients expect them."""
 
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -9,7 +10,10 @@ from starlette.responses import Response
 
 from bough.engine.request import Output, Piece, Usage
 from bough.engine.sampler import Logprobs
+from bough.engine.tool_formats import ToolCall
+from bough.engine.tools import Part, Reader, Said
 from bough.server import openai_requests as asked
+from bough.server import replies
 from bough.server.api import Api, Call, Endpoint, Json, Stream, server_sent
 from bough.server.errors import ApiError, no_such_model
 from bough.server.generation import QUIET, Generation
@@ -26,9 +30,10 @@ async def chat(call: Call) -> Response:
     salt = call.salt(body.get("cache_salt"))
     params = asked.chat_sampling(body, engine.defaults, salt, engine.context)
     tools = asked.chat_tools(body)
-    prompt = await service.chat_prompt(asked.chat_messages(body), tools, **asked.template_options(body))
-    generation = service.start([(prompt, each) for each in asked.choices(params, body.get("n", 1))])
-    return await _answer(call, generation, ChatAnswer(call))
+    prompt = await service.chat_prompt(asked.chat_messages(body), tools, asked.template_options(body))
+    generation = await service.start([(prompt, each) for each in asked.choices(params, body.get("n", 1))])
+    readers = [replies.reader(service, prompt, params, tools) for _ in generation.handles]
+    return await _answer(call, ChatAnswer(call, generation, readers))
 
 
 async def complete(call: Call) -> Response:
@@ -37,7 +42,7 @@ async def complete(call: Call) -> Response:
     params = asked.completion_sampling(body, service.engine.defaults, call.salt(body.get("cache_salt")))
     prompts = [await service.plain_prompt(prompt) for prompt in asked.completion_prompts(body)]
     wanted = [(prompt, each) for prompt in prompts for each in asked.choices(params, body.get("n", 1))]
-    return await _answer(call, service.start(wanted), CompletionAnswer(call))
+    return await _answer(call, CompletionAnswer(call, await service.start(wanted)))
 
 
 async def models(call: Call) -> Response:
@@ -57,21 +62,21 @@ def _model(call: Call, name: str) -> dict[str, Any]:
     return about | {"max_model_len": service.engine.context}
 
 
-async def _answer(call: Call, generation: Generation, answer: "Answer") -> Response:
+async def _answer(call: Call, answer: "Answer") -> Response:
     if call.body.get("stream"):
-        return Stream(generation, answer.events(generation), EVENTS, lambda told: server_sent(error(told)))
-    outputs = await call.outputs(generation)
+        return Stream(answer.generation, answer.events(), EVENTS, lambda told: server_sent(error(told)))
+    outputs = await call.outputs(answer.generation)
     call.context.facts |= _facts(outputs)
     return Json(answer.whole(outputs))
 
 
 class Answer:
-    """How one endpoint writes what was generated, whole or as events. An instance is one answer."""
+    """How one endpoint writes what is generated, whole or as events. An instance is one answer."""
 
     prefix, object, chunk = "", "", ""
 
-    def __init__(self, call: Call) -> None:
-        self.call, self.engine = call, call.service.engine
+    def __init__(self, call: Call, generation: Generation) -> None:
+        self.call, self.engine, self.generation = call, call.service.engine, generation
         self.head = {
             "id": self.prefix + secrets.token_hex(12),
             "object": self.object,
@@ -83,18 +88,18 @@ class Answer:
         choices = [self.choice(index, output) for index, output in enumerate(outputs)]
         return self.head | {"choices": choices, "usage": usage(outputs, self.call.body.get("n", 1))}
 
-    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncIterator[bytes]:
         counts = (self.call.body.get("stream_options") or {}).get("include_usage", False)
         head = self.head | {"object": self.chunk} | ({"usage": None} if counts else {})
-        for choice in self.openings(len(generation.handles)):
+        for choice in self.openings():
             yield server_sent(head | {"choices": [choice]})
         outputs: dict[int, Output] = {}
-        async for index, piece in generation:
+        async for index, piece in self.generation:
             if piece is QUIET:
                 yield ALIVE
                 continue
             if piece is None:
-                outputs[index] = generation.output(index)
+                outputs[index] = self.generation.output(index)
                 made = self.ending(index, outputs[index])
             else:
                 made = self.pieces(index, piece)
@@ -109,7 +114,7 @@ class Answer:
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         raise NotImplementedError
 
-    def openings(self, count: int) -> list[dict[str, Any]]:
+    def openings(self) -> list[dict[str, Any]]:
         return []
 
     def pieces(self, index: int, piece: Piece) -> list[dict[str, Any]]:
@@ -128,29 +133,57 @@ class Answer:
 
 
 class ChatAnswer(Answer):
-    """A message, or the deltas of one."""
+    """Messages, or the deltas of them: what is said, what is thought, and calls of tools."""
 
     prefix, object, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def choice(self, index: int, output: Output) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text, "refusal": None}
-        logprobs = self._logprobs(output.tokens, output.logprobs)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": _reason(output)}
+    def __init__(self, call: Call, generation: Generation, readers: list[Reader]) -> None:
+        super().__init__(call, generation)
+        self.readers = readers
+        self.calls = [0] * len(readers)  # that each choice has made
 
-    def openings(self, count: int) -> list[dict[str, Any]]:
-        return [self._delta(index, {"role": "assistant", "content": ""}) for index in range(count)]
+    def choice(self, index: int, output: Output) -> dict[str, Any]:
+        reply = replies.whole(self.readers[index], output)
+        calls = [self._tool_call(index, call) for call in reply.calls]
+        content = None if calls and not reply.text else reply.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message |= {"reasoning_content": reply.thinking} if reply.thinking else {}
+        message |= {"tool_calls": calls} if calls else {}
+        logprobs = self._logprobs(output.tokens, output.logprobs)
+        reason = self._reason(index, output)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def openings(self) -> list[dict[str, Any]]:
+        return [self._delta(index, {"role": "assistant", "content": ""}) for index in range(len(self.readers))]
 
     def pieces(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        logprobs = self._logprobs(piece.tokens, piece.logprobs)
-        return [self._delta(index, {"content": piece.text}, logprobs)] if piece.text or logprobs else []
+        deltas = [self._part(index, part) for part in self.readers[index].push(piece)]
+        if (logprobs := self._logprobs(piece.tokens, piece.logprobs)) is not None:
+            deltas = deltas or [self._delta(index, {"content": ""})]
+            deltas[0]["logprobs"] = logprobs
+        return deltas
 
     def ending(self, index: int, output: Output) -> list[dict[str, Any]]:
-        return [self._delta(index, {}, reason=_reason(output))]
+        rest = [self._part(index, part) for part in self.readers[index].finish()]
+        return [*rest, self._delta(index, {}, self._reason(index, output))]
 
-    def _delta(
-        self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
-    ) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    def _part(self, index: int, part: Part) -> dict[str, Any]:
+        if isinstance(part, ToolCall):
+            number = self.calls[index]
+            return self._delta(index, {"tool_calls": [{"index": number} | self._tool_call(index, part)]})
+        return self._delta(index, {"content" if isinstance(part, Said) else "reasoning_content": part.text})
+
+    def _tool_call(self, index: int, call: ToolCall) -> dict[str, Any]:
+        self.calls[index] += 1
+        function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+    def _reason(self, index: int, output: Output) -> str:
+        reason = _reason(output)
+        return "tool_calls" if self.calls[index] and reason == "stop" else reason
+
+    def _delta(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
     def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> dict[str, Any] | None:
         if not logprobs:
@@ -171,8 +204,8 @@ class CompletionAnswer(Answer):
 
     prefix, object, chunk = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, call: Call) -> None:
-        super().__init__(call)
+    def __init__(self, call: Call, generation: Generation) -> None:
+        super().__init__(call, generation)
         self.offsets: dict[int, int] = {}  # characters that the told tokens of each choice spell so far
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from bough.config import SamplingParams
+from bough.config import Grammar, SamplingParams
 from bough.server.schema import Either, Flag, Invalid, Listed, Number, Record, Shape, Text, Whole
 
 LEAST_TOP_P = 1e-9  # the likeliest token alone, which is what 0 asks for
@@ -113,7 +113,20 @@ def chat_sampling(body: Mapping[str, Any], defaults: SamplingParams, salt: str |
         raise Invalid("top_logprobs", "left out when logprobs is not true")
     most = body.get("max_completion_tokens", body.get("max_tokens", context))
     logprobs = body.get("top_logprobs", 0) if body.get("logprobs") else None
-    return _sampling(body, defaults, max_tokens=most, logprobs=logprobs, cache_salt=salt)
+    return _sampling(body, defaults, max_tokens=most, logprobs=logprobs, cache_salt=salt, grammar=_grammar(body))
+
+
+def _grammar(body: Mapping[str, Any]) -> Grammar | None:
+    wanted = body.get("response_format", {"type": "text"})
+    if wanted["type"] == "text":
+        return None
+    if body.get("tools") and body.get("tool_choice") != "none":
+        raise Invalid("response_format", "left out where tools are given: their calls are not of that format")
+    if wanted["type"] == "json_object":
+        return Grammar.json_object()
+    if "schema" not in wanted.get("json_schema", {}):
+        raise Invalid("response_format.json_schema.schema", "given")
+    return Grammar.json_schema(wanted["json_schema"]["schema"])
 
 
 def completion_sampling(body: Mapping[str, Any], defaults: SamplingParams, salt: str | None) -> SamplingParams:

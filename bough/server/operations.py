@@ -1,10 +1,12 @@
 """What operators and monitoring ask: is it up, what does it do, and what does its cache hold."""
 
 import asyncio
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from starlette.responses import Response
 
+from bough.cache.explain import Loss
+from bough.cache.extent import salt_key
 from bough.server.api import Api, Call, Endpoint, Json
 from bough.server.openai import error
 from bough.server.schema import Either, Listed, Record, Text, Whole
@@ -26,7 +28,12 @@ async def metrics(call: Call) -> Response:
 
 
 async def tree(call: Call) -> Response:
-    return Json(await asyncio.to_thread(call.service.engine.cache.describe, call.query.get("most", 1000)))
+    """The nodes. Where keys have caches of their own, each sees its own."""
+    rows = await asyncio.to_thread(call.service.engine.cache.describe, call.query.get("most", 1000))
+    if call.context.tenant is not None:
+        own = salt_key(call.salt()).hex()
+        rows = [row for row in rows if own.startswith(row["salt"])]
+    return Json(rows)
 
 
 async def stats(call: Call) -> Response:
@@ -36,7 +43,15 @@ async def stats(call: Call) -> Response:
 async def explain(call: Call) -> Response:
     prompt = await call.service.plain_prompt(call.body["prompt"])
     salt = call.salt(call.body.get("cache_salt"))
-    return Json(asdict(await asyncio.to_thread(call.service.engine.cache.explain, prompt.tokens, salt)))
+    told = await asyncio.to_thread(call.service.engine.cache.explain, prompt.tokens, salt)
+    if call.context.tenant is not None:  # what others have asked is not for this one to know
+        losses = [_unseen(loss) if loss.reason == "salted" else loss for loss in told.losses]
+        told = replace(told, losses=losses)
+    return Json(asdict(told))
+
+
+def _unseen(loss: Loss) -> Loss:
+    return replace(loss, reason="never seen", detail="no earlier request went on like this")
 
 
 EXPLAIN = Record(

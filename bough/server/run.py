@@ -26,7 +26,7 @@ BACKLOG = 1024
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that is taken but does not listen yet, so that a mistake is told before a model is loaded."""
+    """A socket that listens, so that a mistake is told before a model is loaded. Whoever connects meanwhile waits."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         taken = socket.socket(family, kind, protocol)
@@ -35,6 +35,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(address)
+        taken.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         taken.close()
         number = getattr(error, "errno", None)

@@ -182,14 +182,14 @@ class Record:
     def read(self, value: Any, path: str = "") -> dict[str, Any]:
         if not isinstance(value, dict):
             raise Invalid(path, "an object", value)
-        for name in self.needed:
-            if value.get(name) is None:
-                raise Invalid(_join(path, name), "given")
         known = {
             name: shape.read(value[name], _join(path, name))
             for name, shape in self.fields.items()
             if value.get(name) is not None
         }
+        for name in self.needed:
+            if name not in known:
+                raise Invalid(_join(path, name), "given")
         return {**value, **known} if self.open else known
 
     def schema(self) -> JsonSchema:
