@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
+from conftest import add_tokenizer
 from serving import Live, serving
 
 from bough import CacheConfig, Engine, SamplingParams
+from bough.engine.request import Handle, Output, Piece, Request, Usage
 from bough.engine.template import ChatTemplate
 
 HELLO = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the quick brown fox"}]
@@ -234,6 +236,104 @@ def test_a_reply_ends_at_the_context(live, client):
     answer = complete(live, client, prompt="the " * 80, max_tokens=10_000, extra_body={"ignore_eos": True})
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.total_tokens == live.engine.context
+
+
+SCHEMA = {"type": "object", "properties": {"name": {"enum": ["fox", "dog"]}, "old": {"type": "boolean"}}}
+SCHEMA |= {"required": ["name", "old"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_json_by_a_schema(live, client, stream):
+    pytest.importorskip("llguidance")
+    answer = chat(live, client, response_format=FORMAT, max_tokens=100, temperature=1, seed=3, stream=stream)
+    if stream:
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+    else:
+        text = answer.choices[0].message.content
+    animal = json.loads(text)
+    assert animal["name"] in ("fox", "dog") and isinstance(animal["old"], bool)
+
+
+def test_json_objects_and_formats_that_cannot_be(live, client):
+    pytest.importorskip("llguidance")
+    answer = chat(live, client, response_format={"type": "json_object"}, max_tokens=10)
+    assert answer.choices[0].message.content.lstrip().startswith("{")
+    for wrong in ({"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}):
+        with pytest.raises(openai.BadRequestError):
+            chat(live, client, response_format=wrong)
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        chat(live, client, response_format=FORMAT, tools=TOOLS)
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+TOOL_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>{{ c.function.arguments.city }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "{# <think> </think> #}"
+)
+REPLY = (
+    "<think>\nrain?\n</think>\n\nLet me see.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def tooled(hybrid_folder, tmp_path_factory):
+    """A server whose model always writes the same reply."""
+    folder = tmp_path_factory.mktemp("tooled")
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).symlink_to(hybrid_folder / name)
+    add_tokenizer(folder, TOOL_TEMPLATE)
+    with Engine.load(folder, dtype="float32", cache=CacheConfig(device_bytes=64 << 20)) as engine:
+        tokens = engine.tokenize(REPLY)
+
+        def submit(prompt, params, *, boundaries=()) -> Handle:
+            handle = Handle(Request(tuple(prompt), params, 0), has_text=True)
+            asked.append(engine.tokenizer.decode(prompt, skip_special=False))
+            for token in tokens:
+                handle.put(Piece(engine.tokenizer.decode([token]), [token]))
+            handle.end(Output(REPLY, tokens, "stop", Usage(len(prompt), 0, 0, len(tokens)), [], []))
+            return handle
+
+        asked: list[str] = []
+        with pytest.MonkeyPatch.context() as patch, serving(engine) as live:
+            patch.setattr(engine, "submit", submit)
+            with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
+                yield live, client, asked
+
+
+def test_tool_calls(tooled):
+    live, client, asked = tooled
+    answer = chat(live, client, tools=TOOLS)
+    [choice] = answer.choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Let me see."
+    assert choice.message.reasoning_content == "rain?"
+    [call] = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "weather")
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
+    assert '"name": "weather"' in asked[-1]
+
+    messages = [*HELLO, choice.message.to_dict(), {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    chat(live, client, tools=TOOLS, messages=messages)
+    assert "<tool_call>Rome</tool_call>" in asked[-1] and "sunny" in asked[-1]
+
+    without = chat(live, client, tools=TOOLS, tool_choice="none").choices[0]
+    assert without.message.tool_calls is None and "<tool_call>" in without.message.content
+    assert without.finish_reason == "stop" and "weather" not in asked[-1]
+
+
+def test_streamed_tool_calls(tooled):
+    live, client, _ = tooled
+    chunks = list(chat(live, client, tools=TOOLS, stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == "Let me see."
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "rain?"
+    [call] = [call for delta in deltas for call in delta.tool_calls or []]
+    assert (call.index, call.function.name) == (0, "weather") and call.id
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
 def test_parallel_requests_are_each_as_if_alone(live, client):

@@ -239,6 +239,10 @@ class Staged:
     def ready(self) -> bool:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
     def piece(self, salt: bytes, path: Symbols) -> Piece:
         """As an extent is made of it; `path` are the tokens from the root to its end."""
         arrays = {name: np.ascontiguousarray(rows.numpy()) for name, rows in self.tensors.items()}

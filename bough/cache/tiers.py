@@ -23,6 +23,9 @@ from bough.state.pool import Pool
 from bough.state.snapshot import Snapshot
 
 
+FLUSHED = 16  # nodes written at a time, beside which there are copies of them
+
+
 @dataclass(slots=True, eq=False)
 class Load:
     """A copy on its way from disk to the device."""
@@ -308,18 +311,18 @@ class Tiers:
         return bool(self._loads or self._writing or self._unwritten)
 
     def flush(self) -> None:
-        """Write all there is to write, however long it takes."""
+        """Write all there is to write, however long it takes. A disk that takes nothing is not asked again."""
         if self.shelf is None:
             return
-        while True:
-            for _ in range(16):  # so many copies at a time, beside what they are copies of
-                if not self._write_next(paced=False):
-                    break
-            self.lane.wait()
+        before = -1
+        while (written := self.ledger.counters["nodes_written_to_disk"]) > before:
+            before = written
+            while len(self._writing) < FLUSHED and self._write_next(paced=False):
+                pass
+            for _, staged in self._staged:
+                staged.wait()
             self._submit_staged(paced=False)
             self.shelf.disk.drain()
-            if self._news.empty():
-                return
             self._take_news()
 
     def _write_next(self, *, paced: bool) -> bool:

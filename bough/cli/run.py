@@ -92,9 +92,9 @@ def run(
     }
     asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     SamplingParams(**asked)  # a mistake is told before the model is loaded
-    cache = _cache(cache_bytes, host_bytes, disk_cache, no_cache)
+    cache = cache_config(cache_bytes, host_bytes, disk_cache, no_cache)
     prompts = prompts or _piped(model)
-    with _load(model, device, dtype, context, cache, draft) as engine:
+    with loaded(model, device, dtype, context, cache, draft) as engine:
         params = replace(engine.defaults, **asked)
         if not prompts and model is None:
             tell_stories(engine, params)
@@ -117,7 +117,7 @@ def show(
     cache_bytes: CacheBytes = None,
 ) -> None:
     """Say what a model is made of, and how many tokens and sequences fit here."""
-    with _load(model, device, dtype, context, _cache(cache_bytes)) as engine:
+    with loaded(model, device, dtype, context, cache_config(cache_bytes)) as engine:
         with notes.status("measuring a step of made-up tokens"):
             fit = engine.reserve()
         table = Table(show_header=False, box=None, pad_edge=False)
@@ -156,7 +156,7 @@ def _piped(model: str | None) -> list[str] | None:
     return None
 
 
-def _cache(
+def cache_config(
     device_bytes: str | None, host_bytes: str | None = None, disk: str | None = None, none: bool = False
 ) -> CacheConfig:
     if none and disk is not None:
@@ -181,9 +181,16 @@ def find_model(model: str | None) -> Path:
 
 
 @contextmanager
-def _load(
-    model: str | None, device: str, dtype: str, context: int | None, cache: CacheConfig, draft: str = "none"
+def loaded(
+    model: str | None,
+    device: str,
+    dtype: str,
+    context: int | None,
+    cache: CacheConfig,
+    draft: str = "none",
+    max_running: int | None = None,
 ) -> Iterator[Engine]:
+    """A model, by the name it has on the command line, until the block ends."""
     path = find_model(model)
     with bar("loading") as advance, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
@@ -193,6 +200,7 @@ def _load(
             dtype=dtype,
             cache=cache,
             context=context,
+            max_running=max_running,
             draft=None if draft == "none" else draft,
             progress=advance,
         )

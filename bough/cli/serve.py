@@ -11,12 +11,13 @@ from bough.cli.run import (
     Context,
     Device,
     DiskCache,
+    Draft,
     Dtype,
     HostBytes,
     Model,
     NoCache,
-    _cache,
-    _load,
+    cache_config,
+    loaded,
 )
 from bough.cli.terminal import friendly, notes, parse_bytes, show_bytes
 from bough.errors import OptionError
@@ -56,6 +57,10 @@ def serve(
     host_bytes: HostBytes = None,
     disk_cache: DiskCache = None,
     no_cache: NoCache = False,
+    draft: Draft = "auto",
+    max_running: Annotated[
+        int | None, typer.Option(help="How many requests are worked on at once.", show_default=False)
+    ] = None,
 ) -> None:
     """Serve a model over HTTP, to OpenAI's clients and to others."""
     try:
@@ -74,8 +79,8 @@ def serve(
         queue=queue,
         grace=grace,
     )
-    cache = _cache(cache_bytes, host_bytes, disk_cache, no_cache)
-    with run.bind(host, port) as taken, _load(model, device, dtype, context, cache) as engine:
+    cache = cache_config(cache_bytes, host_bytes, disk_cache, no_cache)
+    with run.bind(host, port) as taken, loaded(model, device, dtype, context, cache, draft, max_running) as engine:
         _introduce(engine)
         logs.log_to(sys.stderr, as_json=not notes.is_terminal if log_json is None else log_json)
         run.serve(engine, settings, taken, lambda: _tell("serving", f"{run.address(taken)}/v1 (Ctrl-C ends it)"))

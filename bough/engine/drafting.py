@@ -165,6 +165,9 @@ class Drafting:
         def propose(drafter: Drafter) -> dict[Running, Draft]:
             made = zip(wanted, drafter.propose(asked, choose), strict=False)
             usable = {sequence: _usable(draft, most, self.runner.model) for (sequence, most), draft in made}
+            for sequence, draft in usable.items():
+                if sequence.matcher is not None and isinstance(draft, Tensor):
+                    usable[sequence] = draft.tolist()  # what may follow it is worked out on the host
             return {sequence: draft for sequence, draft in usable.items() if len(draft)}
 
         return self._guarded(propose) or {}
