@@ -96,7 +96,9 @@ def load(options: argparse.Namespace) -> list[Trace]:
 def compare(trace: Trace, options: argparse.Namespace):
     """One line for each budget, geometry and policy."""
     unique = Optimum(trace, 0).unique_tokens
-    print(f"{trace.name}: {len(trace.requests)} requests, {trace.prompt_tokens} tokens, {unique} unique", file=sys.stderr)
+    print(
+        f"{trace.name}: {len(trace.requests)} requests, {trace.prompt_tokens} tokens, {unique} unique", file=sys.stderr
+    )
     budgets = [round(b) for b in options.tokens] if options.tokens else [round(b * unique) for b in options.budgets]
     for point in map(int, options.points):
         optimum = Optimum(trace, point) if "optimum" in options.policies else None

@@ -98,7 +98,7 @@ class Replay:
         self.hit += int(request.tokens[:resumed].sum())
         end = request.whole if self.point else len(request.prompt)
         path = self._keep(request.prompt[:end], request.tokens[:end], self._cuts(walk.matched, end), request.time)
-        use = self.index.used(path, request.time, request.prompt[:end], resumed=resumed)
+        use = self.index.used(path, request.time, request.prompt, resumed=resumed)
         heapq.heappush(
             self._replies, (request.time + SECONDS_PER_TOKEN * request.made, next(self._order), request, use)
         )
@@ -118,7 +118,9 @@ class Replay:
                 for each in path:
                     have = each.copies[Tier.DEVICE]
                     if have is None:
-                        held = Held(self.meter, each.start, tokens[each.start : each.end], not self.point or each is node)
+                        held = Held(
+                            self.meter, each.start, tokens[each.start : each.end], not self.point or each is node
+                        )
                         self.tree.put(each, Tier.DEVICE, held)
                     elif each is node and not have.resumes:
                         self.tree.put(each, Tier.DEVICE, Held(self.meter, each.start, have.tokens, True))

@@ -241,10 +241,15 @@ def test_errors(live, client):
     refused(bad, lambda: ask(live, client, messages=[]), "messages")
     refused(bad, lambda: ask(live, client, extra_body={"temperature": -1}), "temperature")
     refused(bad, lambda: ask(live, client, messages=[{"role": "robot", "content": "x"}]), "messages[0].role")
-    refused(bad, lambda: ask(live, client, messages=[{"role": "assistant", "content": "x"}]), "begin with")
+    refused(bad, lambda: ask(live, client, messages=[{"role": "assistant", "content": "x"}]), "nothing to answer")
     refused(bad, lambda: ask(live, client, messages=[{"role": "user", "content": "word " * 5000}]), "shorten it")
     refused(bad, lambda: ask(live, client, tools=[WEATHER], tool_choice={"type": "any"}), "tool_choice")
     refused(bad, lambda: ask(live, client, tools=[{"type": "bash_20250124", "name": "bash"}]), "tools[0].type")
+    marked = [{"role": "user", "content": [text_block("a", cache_control=MARK)] * 5}]
+    refused(bad, lambda: ask(live, client, messages=marked), "5 blocks have cache_control")
+    called = {"type": "tool_use", "id": "x", "name": "weather", "input": {}}
+    asked = [*FOX, {"role": "assistant", "content": [called]}]
+    refused(bad, lambda: ask(live, client, messages=asked), "nothing to answer")
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
     asked = [{"role": "user", "content": [text_block("look"), image]}]
     refused(bad, lambda: ask(live, client, messages=asked), "messages[0].content[1].type must be text")
@@ -281,6 +286,29 @@ def test_a_client_that_leaves_stops_the_work(scripted, told):
         time.sleep(0.01)
     assert not scripted.service.running
     scripted.engine.check()
+
+
+def test_a_stream_that_breaks_says_so(scripted, told):
+    stream = ask(scripted, told, messages=[{"role": "user", "content": "endless"}], max_tokens=10**6, stream=True)
+    next(stream)
+    scripted.service.cancel_all()
+    with pytest.raises(anthropic.APIStatusError, match="shutting down"):
+        list(stream)
+
+
+def test_models_are_listed(live, client):
+    assert [model.id for model in client.models.list()] == [live.engine.name]
+
+
+def test_json_schemas(live, client):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
+    wanted = {"format": {"type": "json_schema", "schema": schema | {"additionalProperties": False}}}
+    answer = ask(live, client, output_config=wanted, max_tokens=60)
+    assert answer.content[0].text.lstrip().startswith("{")
+    refused(
+        anthropic.BadRequestError, lambda: ask(live, client, output_config=wanted, tools=[WEATHER]), "output_config"
+    )
 
 
 def test_the_async_client(scripted):

@@ -247,6 +247,14 @@ def test_a_client_that_leaves_stops_the_work(told, scripted):
     scripted.engine.check()
 
 
+def test_a_stream_that_breaks_says_so(told, scripted):
+    stream = told.chat(scripted.engine.name, [{"role": "user", "content": "endless"}], stream=True)
+    next(stream)
+    scripted.service.cancel_all()
+    with pytest.raises(ollama.ResponseError, match="shutting down"):
+        list(stream)
+
+
 def test_the_async_client(scripted):
     async def ask():
         async with ollama.AsyncClient(scripted.url) as client:

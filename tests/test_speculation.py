@@ -131,7 +131,7 @@ def test_memory_for_fewer_than_are_running(family):
     with engine(family) as made:
         expected = made.generate(prompts, asked)
     texts = [[*prompt, *output.tokens] for prompt, output in zip(prompts, expected, strict=True)]
-    for name in ("right", "another", drafters_of(family)[1]):
+    for name in ("right", "another" if family in ("llama", "lfm2") else drafters_of(family)[1]):
         with engine(family, drafter(name, family, texts)) as made:
             pools = made._runner.pool.arena.pools
             slabs = sum(capacity.slabs(pool.layout, 1, 110, 32, pool.max_running) for pool in pools)
@@ -191,9 +191,9 @@ def some_asks(dice: Random, count: int) -> list[Ask]:
     return asks
 
 
-def soak(family: str, name: str, seed: int) -> None:
+def soak(family: str, name: str, seed: int, count: int = 40) -> None:
     dice = Random(seed)
-    asks = some_asks(dice, 40)
+    asks = some_asks(dice, count)
     with engine(family) as made:
         expected = [made.generate(prompt, params) for prompt, params in asks]
     texts = [[*prompt, *output.tokens] for (prompt, _), output in zip(asks, expected, strict=True)]
@@ -220,7 +220,7 @@ def soak(family: str, name: str, seed: int) -> None:
 
 
 def test_at_random():
-    soak("qwen3_5", "mtp", seed=0)
+    soak("qwen3_5", "mtp", seed=0, count=20)
 
 
 @pytest.mark.long

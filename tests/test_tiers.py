@@ -156,9 +156,12 @@ def test_a_smaller_budget_after_a_restart(family, opened, tmp_path):
     watched = opened(disk_bytes=size // 2)
     audit(watched.engine)
     assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) <= size // 2
-    hits = [ask(family, watched, some(30, seed=seed)) for seed in range(6)]
-    assert any(hits)
-    audit(watched.engine)
+    left = [seed for seed in range(6) if watched.engine.cache.explain(some(30, seed=seed)).resumable]
+    assert 0 < len(left) < 6
+    assert ask(family, watched, some(30, seed=left[0])) > 0
+    for seed in range(6):
+        ask(family, watched, some(30, seed=seed))
+        audit(watched.engine)
 
 
 def test_another_model_finds_nothing(family, opened, tmp_path):
@@ -199,6 +202,7 @@ def vanish(path: Path, dice: Random) -> None:
     path.unlink()
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma4", "qwen3_5"])
 @pytest.mark.parametrize("harm", [flip, cut, swap, vanish])
 @pytest.mark.parametrize("when", ["closed", "open"])
 def test_damage_is_found_counted_and_computed_again(family, opened, tmp_path, harm: Callable, when: str):
@@ -220,16 +224,16 @@ def test_damage_is_found_counted_and_computed_again(family, opened, tmp_path, ha
         for prompt in prompts:
             ask(family, watched, prompt)
         watched.engine.cache.flush()
-        audit(watched.engine)
+        audit(watched.engine, tampered=True)
         stats = watched.engine.cache.stats()
         lost = sum(stats.get(f"extents_dropped_{why}", 0) for why in ("damaged", "truncated", "foreign", "vanished"))
-        assert lost or stats["stranded_extents_dropped"] or (harm, when) == (vanish, "closed")
+        assert lost or share < 1 or (harm, when) == (vanish, "closed")
         for prompt in prompts:
             assert ask(family, watched, prompt) == len(prompt) - 1
         watched.engine.close()
-        watched = opened()  # what was computed again was written again
+        watched = opened()  # what was computed again was written again; damage that nobody came across is found now
         for prompt in prompts:
-            assert ask(family, watched, prompt) == len(prompt) - 1
+            assert ask(family, watched, prompt) == len(prompt) - 1 or when == "open"
         watched.engine.cache.clear()
         audit(watched.engine)
         watched.engine.close()
@@ -341,7 +345,12 @@ def test_split_while_it_is_read(family, opened):
     ask(family, watched, prompt)
     away(watched)
     gate = Gate(watched)
-    requests = [(prompt, params()), ([*prompt[:30], 61], params(2)), ([*prompt[:13], 61], params(2)), (prompt, params())]
+    requests = [
+        (prompt, params()),
+        ([*prompt[:30], 61], params(2)),
+        ([*prompt[:13], 61], params(2)),
+        (prompt, params()),
+    ]
     handles = [watched.engine.submit(*request) for request in requests]
     gate.asked.acquire()
     watched.engine.call(lambda: None)
@@ -438,7 +447,7 @@ def test_evicted_while_it_is_written(family, opened):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2"])
 def test_parts_of_one_extent_that_were_split_and_joined(family, opened):
-    """An edge is written whole, split by a request that leaves it, and joined again when that one's branch goes."""
+    """An edge is written whole, split where nothing can be resumed, and joined again: its extent is one part of it."""
     watched, prompt = opened(page_tokens=4), some(32)
     ask(family, watched, prompt, tokens=0)
     watched.engine.cache.flush()
@@ -446,11 +455,7 @@ def test_parts_of_one_extent_that_were_split_and_joined(family, opened):
 
     def split_and_join() -> None:
         (node,) = (node for node in found.tree.walk() if node.start == 0)
-        at = 16
-        left = found.tree.split(node, at)
-        while left.copies[Tier.DEVICE] is not None and left.resumes:
-            found.tiers.drop_point(left, Tier.DEVICE)
-            return
+        left = found.tree.split(node, 16)
         assert found.tree.can_merge(left)
         found.tree.merge(left)
 
@@ -465,8 +470,17 @@ def test_parts_of_one_extent_that_were_split_and_joined(family, opened):
 
 def killed(family: str, folder: Path, rounds: int, seed: int) -> dict[str, int]:
     """So many processes die while they serve; each time the next one must go on. What the last of them counted."""
-    command = [sys.executable, str(Path(__file__).parent / "cache_child.py"), family, str(folder), str(rounds), str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        str(Path(__file__).parent / "cache_child.py"),
+        family,
+        str(folder),
+        str(rounds),
+        str(seed),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=1500, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from conftest import add_tokenizer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Core
@@ -117,12 +117,65 @@ def test_without_tools_nothing_is_a_call(name: str, text: str) -> None:
     assert split(text, name, tools=None) == [Said(text)]
 
 
+KEYS = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"), max_size=12)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def gemma(value: object, quote: str) -> str:
+    if isinstance(value, str):
+        return quote + value + quote
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{gemma(item, quote)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(gemma(item, quote) for item in value) + "]"
+    return json.dumps(value)
+
+
+def tags(arguments: dict[str, object]) -> str:
+    shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    inside = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in shown.items())
+    return f"<tool_call>\n<function=f>\n{inside}</function>\n</tool_call>"
+
+
+def python(arguments: dict[str, object]) -> str:
+    return "[f(" + ", ".join(f"{key}={value!r}" for key, value in arguments.items()) + ")]"
+
+
+# A call as the chat templates of the families write those of earlier replies.
+WRITERS = {
+    "tagged json": lambda given: f"<tool_call>\n{json.dumps({'name': 'f', 'arguments': given})}\n</tool_call>",
+    "tagged tags": tags,
+    "gemma": lambda given: "<|tool_call>call:f" + gemma(given, '<|"|>') + "<tool_call|>",
+    "functiongemma": lambda given: "<start_function_call>call:f" + gemma(given, "<escape>") + "<end_function_call>",
+    "lfm2": lambda given: f"<|tool_call_start|>{python(given)}<|tool_call_end|>",
+    "mistral list": lambda given: f"[TOOL_CALLS] {json.dumps([{'name': 'f', 'arguments': given}], ensure_ascii=False)}",
+    "mistral args": lambda given: f"[TOOL_CALLS]f[ARGS]{json.dumps(given)}",
+    "llama": lambda given: json.dumps({"name": "f", "parameters": given}, ensure_ascii=False),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@settings(max_examples=25)
+@given(arguments=st.dictionaries(KEYS, VALUES, max_size=4), cut=st.integers(1, 9))
+def test_what_templates_write_is_read(name: str, arguments: dict[str, object], cut: int) -> None:
+    text = WRITERS[name](arguments)
+    schema = {"properties": {key: {"type": "string"} for key, value in arguments.items() if isinstance(value, str)}}
+    pieces = [text[at : at + cut] for at in range(0, len(text), cut)]
+    assert split(pieces, name.partition(" ")[0], {"f": schema}) == [ToolCall("f", arguments)]
+
+
 MALFORMED = [
     ("tagged", "<tool_call>{broken}</tool_call>"),
     ("tagged", "<tool_call>[]</tool_call>"),
     ("tagged", '<tool_call>{"name": 3, "arguments": {}}</tool_call>'),
     ("tagged", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
     ("tagged", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>'),
+    ("tagged", '<tool_call>{"name": "f", "arguments": {"x": -1e999}}</tool_call>'),
     ("tagged", "<tool_call>\n<function=f>\n<parameter=x>\n1\n</function>\n</tool_call>"),
     ("tagged", "<tool_call>\n<function=f>\n<parameter=x\n>1</parameter></function>\n</tool_call>"),
     ("tagged", "<tool_call>" + "[" * 100_000 + "</tool_call>"),
@@ -179,6 +232,16 @@ def test_marks_inside_of_arguments(name: str, text: str) -> None:
     assert split(text, name) == [ToolCall("f", {"x": 'a</tool_call>"b'})]
 
 
+def test_arguments_may_have_the_names_of_keywords() -> None:
+    text = "<|tool_call_start|>[f(from='a, from=b', class =1, to=True)]<|tool_call_end|>"
+    assert split(text, "lfm2") == [ToolCall("f", {"from": "a, from=b", "class": 1, "to": True})]
+
+
+def test_lines_may_end_inside_of_strings() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"x": "a\n\tb"}}</tool_call>'
+    assert split(text, "tagged") == [ToolCall("f", {"x": "a\n\tb"})]
+
+
 def test_closing_marks_inside_of_gemma_strings() -> None:
     text = '<|tool_call>call:f{x:<|"|>a<tool_call|>b,}<|"|>}<tool_call|>'
     assert split(text, "gemma") == [ToolCall("f", {"x": "a<tool_call|>b,}"})]
@@ -193,6 +256,7 @@ def test_parameters_in_tags_are_of_the_type_that_the_tool_takes() -> None:
         ("city", "  x\n</parameter>\ny ", "  x\n</parameter>\ny "),
         ("days", "12", 12),
         ("days", "a dozen", "a dozen"),
+        ("unknown", "True", True),
         ("unknown", '{"a": 1}', {"a": 1}),
     ]:
         assert split(call(key, value), "tagged") == [ToolCall("weather", {key: read})]
@@ -208,6 +272,18 @@ def test_json_that_is_no_call_is_not_held_back() -> None:
     assert splitter.push('{"name": "w') == []
     assert splitter.push("hat") == [Said('{"name": "what')]
     assert splitter.push('{"name": "weather"') == [Said('{"name": "weather"')]
+
+
+def test_text_that_is_full_of_marks_is_text_in_the_end() -> None:
+    for name, text in [
+        ("tagged", '<tool_call>"' * 20_000),
+        ("tagged", '<tool_call>"' + '</tool_call>"' * 20_000),
+        ("tagged", '<tool_call>"</tool_call>"' * 20_000),
+        ("lfm2", "<|tool_call_start|>[" * 20_000),
+        ("gemma", '<|tool_call>call:f{x:<|"|>' + "<tool_call|>" * 20_000),
+        ("mistral", '[TOOL_CALLS]["' * 20_000),
+    ]:
+        assert split([text], name) == [Said(text)]
 
 
 def test_only_what_may_be_a_mark_is_held_back() -> None:
@@ -237,8 +313,10 @@ def test_thinking_comes_first_or_not_at_all() -> None:
 
 
 MARKS = sorted({mark for each in FORMATS for mark in (each.opening, each.close or "", *each.quotes)} - {""})
-BITS = [*MARKS, "<think>", "</think>", "<function=f>", "<parameter=x>", "</parameter>", "</function>", "call:f{", "}",
-        '{"name": "add", "arguments": {', '"x": "', '"', "f(x=", ")", "[", "]", ",", ":", " ", "\n", "\\", "1"]  # fmt: skip
+BITS = [
+    *MARKS, "<think>", "</think>", "<function=f>", "<parameter=x>", "</parameter>", "</function>", "call:f{", "}",
+    '{"name": "add", "arguments": {', '"x": "', '"', "f(x=", ")", "[", "]", ",", ":", " ", "\n", "\\", "1",
+]  # fmt: skip
 
 
 @given(
@@ -305,13 +383,15 @@ def test_a_tokenizer_without_any_of_it(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert Dialect.of(tokenizer) == Dialect()
     reader = Reader(tokenizer, Dialect(), [5, 6], tools=[{"type": "function", "function": {"name": "f"}}])
-    assert reader.push(Piece("a ", [7])) + reader.push(Piece("b", [8])) + reader.finish() == [Said("a"), Said(" b")]
+    assert reader.push(Piece("a ", [7])) + reader.push(Piece("b", [8])) + reader.finish() == [Said("a "), Said("b")]
 
 
-def read(text: str, *, stop: tuple[str, ...] = (), **options: bool) -> list[Part]:
+FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": TOOLS["weather"]}}
+
+
+def read(text: str, *, stop: tuple[str, ...] = (), tools: tuple = (FUNCTION,), **options: bool) -> list[Part]:
     """What a reader makes of the tokens of a reply, whose text does not show the marks."""
     tokenizer = spoken(LFM)
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": TOOLS["weather"]}}]
     prompt = ChatTemplate(tokenizer).prompt([{"role": "user", "content": "hi"}], tools=tools, **options)
     reader = Reader(tokenizer, Dialect.of(tokenizer), prompt.tokens, tools=tools, stop=stop)
     parts = [part for token in tokenizer.encode(text, special=False) for part in reader.push(Piece("?", [token]))]
@@ -323,6 +403,8 @@ def test_marks_that_are_special_tokens_are_seen() -> None:
     parts = read(f"é{call}<|im_end|>")
     assert parts == [Said("é"), ToolCall("weather", {"city": "Zürich"})]
     assert parts[1].text == call
+    told = read(f"a{call}b<|im_end|>", tools=())
+    assert "".join(part.text for part in told) == "a[weather(city='Zürich')]b"
 
 
 def test_a_prompt_that_opens_the_thinking() -> None:

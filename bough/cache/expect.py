@@ -15,7 +15,6 @@ from itertools import count
 from bough.cache.reuse import BINS, EDGES, Kind, Model, Recall, Use, bin_of
 from bough.cache.tree import NOWHERE, Node, Symbols
 
-CONTINUES = 0.6  # of a path must be shared to be the same conversation
 OUTDATED = 0.05  # a curve is drawn again when the model has had so many more lessons, as a share
 
 
@@ -41,7 +40,7 @@ def facts_of(node: Node) -> Facts:
 class Recent:
     """LRU: what counts is when a node was used last, and when a request last ended or resumed at its point."""
 
-    def used(self, now: float, symbols: Symbols, salt: bytes) -> Use:
+    def used(self, now: float, symbols: Symbols, salt: bytes, resumed: int) -> Use:
         """A request: something that may come back."""
         return Use(Kind.OWN, now, len(symbols))
 
@@ -92,19 +91,21 @@ class Learned(Recent):
         self._now = 0.0
         self._moved: dict[Node, None] = {}  # nodes that wait for something else now
 
-    def used(self, now: float, symbols: Symbols, salt: bytes) -> Use:
+    def used(self, now: float, symbols: Symbols, salt: bytes, resumed: int) -> Use:
         """The use that a request is, with what is known of the conversation that it goes on with."""
         use = Use(Kind.OWN, now, len(symbols))
-        prints = self._recall.prints(symbols)
-        before, agreed = self._recall.find(salt, prints)
-        if before is not None and agreed >= CONTINUES * before.length:
+        lengths, prints = self._recall.prints(symbols)
+        before = self._recall.find(salt, prints)
+        if before is not None:
             use.turn, use.talk, use.gap = before.turn + 1, before.talk, max(0.0, now - before.began)
             use.fresh = max(0, use.length - before.length)
             self._came(before, now)
             before.kind, before.since = Kind.LEFT, now
+            before.followers += 1
             self._wait(before)
             self._moved.update(before.nodes)
-        self._recall.keep(salt, prints, use)
+        use.base = resumed if before is None else before.base
+        self._recall.keep(salt, lengths, prints, use)
         return self._wait(use)
 
     def passed(self, use: Use, path: Sequence[Node], now: float, end: int, resumed: int) -> list[Node]:

@@ -45,7 +45,8 @@ def explain(cache: "PrefixCache", tokens: Symbols, salt: bytes) -> Explanation:
     losses = []
     last = len(tokens) - 1
     if resumable < min(walk.matched, last):
-        losses.append(Loss(resumable, min(walk.matched, last), "no resume point", _no_point(cache, tokens, salt)))
+        detail = _no_point(cache, tokens, salt, resumable)
+        losses.append(Loss(resumable, min(walk.matched, last), "no resume point", detail))
     if walk.matched < last:
         reason, detail = _unmatched(cache, tokens, salt, walk.matched)
         losses.append(Loss(walk.matched, last, reason, detail))
@@ -65,8 +66,8 @@ def _tiers(node: Node) -> str:
     return ", ".join(names)
 
 
-def _no_point(cache: "PrefixCache", tokens: Symbols, salt: bytes) -> str:
-    grave = cache.ledger.find(salt, tokens, 0, "resume point")
+def _no_point(cache: "PrefixCache", tokens: Symbols, salt: bytes, resumable: int) -> str:
+    grave = cache.ledger.find(salt, tokens, resumable, "resume point")
     if grave is None:
         return "the tokens are known, but nothing was saved that a recurrent or windowed layer could go on from"
     return f"the one at {grave.length} left {grave.tier.name.lower()} {_ago(cache, grave.when)}"

@@ -80,12 +80,10 @@ class Index:
 
     # What requests do.
 
-    def used(
-        self, path: Sequence[Node], now: float, symbols: Symbols, *, salt: bytes = b"", resumed: int = 0
-    ) -> Use:
+    def used(self, path: Sequence[Node], now: float, symbols: Symbols, *, salt: bytes = b"", resumed: int = 0) -> Use:
         """A prompt was read, from the length `resumed` on; the nodes on its path, as far as they were kept."""
         self._rejudge(self._expect.advance(now))
-        use = self._expect.used(now, symbols, salt)
+        use = self._expect.used(now, symbols, salt, resumed)
         self._rejudge(self._expect.passed(use, path, now, len(symbols), resumed))
         return use
 

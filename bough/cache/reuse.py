@@ -14,6 +14,7 @@ even after all of it was evicted, so the model learns about what it gave up too.
 """
 
 import math
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Hashable
 from enum import Enum
@@ -28,13 +29,17 @@ Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 NO_ROWS: Rows = np.empty(0, np.intp)
 
-FIRST, GROWTH, BINS = 1.0, 1.35, 46  # seconds, ratio, bins: up to about ten days
+FIRST, GROWTH, BINS = 1.0, 1.5, 34  # seconds, ratio, bins: up to a week
 EDGES: Floats = np.concatenate([[0.0], FIRST * GROWTH ** np.arange(BINS)])
 WIDTHS: Floats = np.diff(EDGES)
-_INNER = EDGES[1:-1]
-RATE, STEADY = 0.3, 3.0  # of learning, and what tempers it in the beginning
-NEARBY: Floats = np.array([0.1, 0.3, 0.55, 0.8, 1.0, 0.8, 0.55, 0.3, 0.1])  # what a bin tells about its neighbours
-REMEMBERED = 1 << 16  # uses whose paths are recognised
+RATE, STEADY = 0.12, 1.0  # of learning, and what tempers it in the beginning
+NEARBY: Floats = np.array([0.15, 0.5, 0.85, 1.0, 0.85, 0.5, 0.15])  # what a bin tells about its neighbours
+MOST = 30.0  # a logit that is as good as certain
+REMEMBERED = 1 << 16  # requests whose paths are recognised
+MOSTLY = 0.65  # of a request; who goes on from that much belongs to the same conversation
+FOLLOWERS = 4  # that many go on from a request; if it is more, they only share a beginning
+DENSE, SPARSE = 256, 16  # a fingerprint at each length up to the first, then at one in so many
+ODD = 0x9E3779B97F4A7C15
 
 
 class Kind(Enum):
@@ -50,8 +55,8 @@ class Use:
     """A request, or a pass over a shared prefix: something that may come back."""
 
     __slots__ = (
-        "began", "bin", "curve", "drawn", "fresh", "gap", "kind", "length", "made", "nodes", "rows", "since", "talk",
-        "turn", "waiting",
+        "base", "began", "bin", "curve", "drawn", "followers", "fresh", "gap", "kind", "length", "made", "nodes", "rows",
+        "since", "talk", "turn", "waiting",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, now: float, length: int) -> None:
@@ -59,6 +64,8 @@ class Use:
         self.began = self.since = now  # and since when it waits
         self.turn, self.fresh, self.made, self.gap = 0, 0, -1, -1.0  # -1: not known
         self.talk: object = self  # the same for all requests of a conversation; None where it is not known
+        self.base = 0  # how much of it the first request of its conversation shared with others
+        self.followers = 0  # requests that went on from it
         self.waiting = True  # has not come back, and it would be seen if it did
         self.bin = 0  # that its age is in
         self.rows: Rows = NO_ROWS  # of the model
@@ -120,7 +127,7 @@ class Model:
         self.lessons += 1
         span = slice(at, at + len(NEARBY))
         weights = self._weights[rows, span]
-        chance = 1.0 / (1.0 + math.exp(-float(weights[:, self._pad].sum())))
+        chance = 1.0 / (1.0 + math.exp(-max(-MOST, min(MOST, float(weights[:, self._pad].sum())))))
         step = (came - chance) * NEARBY
         seen = self._seen[rows, span] + step * step
         self._seen[rows, span] = seen
@@ -129,7 +136,7 @@ class Model:
     def curve(self, rows: Rows) -> list[float]:
         """Uses to be expected per second from each bin on."""
         logits = self._weights[rows, self._pad : self._pad + BINS].sum(0)
-        return rates(1.0 / (1.0 + np.exp(-logits)))
+        return rates(1.0 / (1.0 + np.exp(-np.clip(logits, -MOST, MOST))))
 
 
 def steps(amount: float) -> int:
@@ -150,42 +157,43 @@ def rates(chances: Floats) -> list[float]:
 
 
 class Recall:
-    """Which recent use a path goes on from, by fingerprints at lengths of at most four significant bits."""
+    """Which recent request a prompt goes on from, by fingerprints of the paths up to where requests ended.
+
+    Beyond a first stretch only some lengths have a fingerprint, and what is before them says which: two prompts with
+    the same beginning have them at the same lengths there.
+    """
 
     def __init__(self) -> None:
-        self._uses: OrderedDict[tuple[bytes, int, int], Use] = OrderedDict()
+        self._uses: OrderedDict[tuple[bytes, int], Use] = OrderedDict()
         self._powers = np.ones(1, np.uint64)
 
-    def prints(self, symbols: Symbols) -> dict[int, int]:
-        """Fingerprints of the path up to each of those lengths."""
+    def prints(self, symbols: Symbols) -> tuple[list[int], list[int]]:
+        """Lengths, rising, and the fingerprints of the path up to each."""
         count = len(symbols)
         if len(self._powers) < count:
-            factors = np.full(2 * count, 0x9E3779B97F4A7C15, np.uint64)
-            self._powers = np.cumprod(factors, dtype=np.uint64)
-        places = marks(count)
+            self._powers = np.cumprod(np.full(2 * count, ODD, np.uint64), dtype=np.uint64)
         sums = np.cumsum((symbols.astype(np.uint64) + np.uint64(1)) * self._powers[:count], dtype=np.uint64)
-        return dict(zip(places, sums[np.array(places, np.intp) - 1].tolist(), strict=True))
+        chosen = (sums >> np.uint64(40)) % np.uint64(SPARSE) == 0
+        chosen[:DENSE] = True
+        places = np.flatnonzero(chosen)
+        return (places + 1).tolist(), sums[places].tolist()
 
-    def find(self, salt: bytes, prints: dict[int, int]) -> tuple[Use | None, int]:
-        """The use with the longest path that these fingerprints go on from, and how far they agree at least."""
-        for place in reversed(prints):
-            use = self._uses.get((salt, place, prints[place]))
-            if use is not None:
-                return use, place
-        return None, 0
+    def find(self, salt: bytes, prints: list[int]) -> Use | None:
+        """The request with the longest path that these fingerprints go on from."""
+        for each in reversed(prints):
+            use = self._uses.get((salt, each))
+            if use is not None and use.followers < FOLLOWERS:
+                return use
+        return None
 
-    def keep(self, salt: bytes, prints: dict[int, int], use: Use) -> None:
-        """Recognise whoever goes on from this path, or from most of it."""
-        most = [place for place in prints if place < use.length] or list(prints)
-        for place in {most[-1], max((place for place in most if place <= 0.65 * use.length), default=most[-1])}:
-            key = (salt, place, prints[place])
-            self._uses[key] = use
-            self._uses.move_to_end(key)
+    def keep(self, salt: bytes, lengths: list[int], prints: list[int], use: Use) -> None:
+        """Recognise whoever goes on from a request, or from most of it, past what it shares with other conversations."""
+        for length in (use.length - max(1, use.length // 64), int(MOSTLY * use.length)):
+            at = bisect_right(lengths, length) - 1
+            if at >= 0 and lengths[at] > use.base:
+                key = salt, prints[at]
+                self._uses[key] = use
+                self._uses.move_to_end(key)
         while len(self._uses) > 2 * REMEMBERED:
-            self._uses.popitem(last=False)
-
-
-def marks(count: int) -> list[int]:
-    """The lengths up to count that have at most four significant bits."""
-    lengths = (m << shift for shift in range(count.bit_length()) for m in range(8 if shift else 1, 16))
-    return [length for length in lengths if length <= count]
+            _, forgotten = self._uses.popitem(last=False)
+            forgotten.waiting = False  # it may come back unseen now

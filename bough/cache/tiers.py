@@ -22,7 +22,6 @@ from bough.state.lane import Lane
 from bough.state.pool import Pool
 from bough.state.snapshot import Snapshot
 
-
 FLUSHED = 16  # nodes written at a time, beside which there are copies of them
 
 

@@ -5,7 +5,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,13 +14,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bough import BoughError, CacheConfig, Engine, SamplingParams
-from bough.cli.answers import print_answers, print_pieces
+from bough import CacheConfig, Engine, SamplingParams
+from bough.cli.answers import print_answers
 from bough.cli.stories import tell_stories
-from bough.cli.terminal import bar, friendly, notes, parse_bytes, print_error, print_warning, show_bytes
-from bough.engine.chat import Chat, Reply
+from bough.cli.talk import submit, talk
+from bough.cli.terminal import bar, friendly, notes, parse_bytes, print_warning, show_bytes
+from bough.engine.chat import Reply
 from bough.engine.request import Handle
-from bough.errors import BadPrompt, EmptyPrompt, ModelError, OptionError, RequestError
+from bough.errors import BadPrompt, EmptyPrompt, ModelError, OptionError
 from bough.state.kinds import PageKind
 
 BUNDLED = Path(__file__).parent.parent / "bundled"  # a small model that writes stories, and the name it goes by
@@ -103,7 +104,7 @@ def run(
         if system is not None and not chats:
             raise OptionError("--system needs a chat; the model has no chat template, or --raw was given")
         if not prompts:
-            _talk(engine, system if chats else None, chats, params, stats)
+            talk(engine, engine.chat(system) if chats else None, params, stats)
         else:
             print_answers([_start(engine, text, system, chats, params) for text in prompts], stats)
 
@@ -218,43 +219,7 @@ def loaded(
 def _start(engine: Engine, text: str, system: str | None, chats: bool, params: SamplingParams) -> Handle | Reply:
     if chats:
         return engine.chat(system).stream(text, params)
-    return _submit(engine, text, params)
-
-
-def _submit(engine: Engine, text: str, params: SamplingParams) -> Handle:
-    return engine.submit(_tokens(text) if engine.tokenizer is None else text, params)
-
-
-def _tokens(text: str) -> list[int]:
-    """A prompt for a model without a tokenizer."""
-    try:
-        return [int(word) for word in text.replace(",", " ").split()]
-    except ValueError:
-        raise RequestError(
-            f"the model has no tokenizer, so prompts are token ids like '12 7 99', not {text!r}"
-        ) from None
-
-
-def _talk(engine: Engine, system: str | None, chats: bool, params: SamplingParams, stats: bool) -> None:
-    """A conversation at the terminal, until Ctrl-D. Ctrl-C stops a reply, not the conversation."""
-    notes.print("[dim]Ctrl-C stops a reply, Ctrl-D ends.[/dim]")
-    chat: Chat | None = engine.chat(system) if chats else None
-    while True:
-        try:
-            text = notes.input("[bold]> [/bold]")
-        except EOFError:
-            notes.print()
-            return
-        if not text.strip():
-            continue
-        try:
-            if chat is None:
-                print_pieces(_submit(engine, text, params), stats)
-            else:
-                with closing(chat.stream(text, params)) as reply:
-                    print_pieces(reply.handle, stats)
-        except BoughError as error:
-            print_error(error)
+    return submit(engine, text, params)
 
 
 def _layers(engine: Engine) -> str:

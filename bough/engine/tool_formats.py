@@ -6,13 +6,23 @@ begins and ends. What cannot be read raises Malformed. Nothing a model writes is
 
 import ast
 import json
+import keyword
 import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
+KEYWORD = "_keyword_"  # makes a name of a word that Python has a meaning for
+STRING_OR_WORD = re.compile(
+    rf"""
+    "(?:[^"\\]|\\.)*(?:"|\Z)
+    | '(?:[^'\\]|\\.)*(?:'|\Z)
+    | \b(?P<word>{"|".join(keyword.kwlist)})(?=\s*=(?!=))
+    """,
+    re.DOTALL | re.VERBOSE,
+)
 BARE = re.compile(r"[^,\[\]{}]+")  # a value without quotes
 
 Tools = Mapping[str, Mapping[str, Any]]  # the schema of the parameters of each tool, by its name
@@ -45,15 +55,31 @@ class CallFormat:
 
 
 def read_json(text: str) -> Any:
-    """A JSON value, without what Python takes beside JSON."""
+    """A JSON value. Lines may end inside of strings, since models write them so."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return JSON.decode(text)
     except (ValueError, RecursionError) as error:
         raise Malformed(str(error)) from None
 
 
-def _refuse(constant: str) -> None:
+def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    return value if math.isfinite(value) else _refuse(number)
+
+
+JSON = json.JSONDecoder(strict=False, parse_constant=_refuse, parse_float=_finite)
+
+
+def _bare(text: str) -> Any:
+    """What text without quotes stands for: a JSON value, as Python would write it too, or itself."""
+    try:
+        return read_json({"True": "true", "False": "false", "None": "null"}.get(text, text))
+    except Malformed:
+        return text
 
 
 def _json_calls(text: str) -> list[ToolCall]:
@@ -135,10 +161,7 @@ def _typed(value: str, properties: Any, key: str) -> Any:
     kinds = schema.get("type") if isinstance(schema, Mapping) else None
     if kinds == "string" or (isinstance(kinds, list) and "string" in kinds):
         return value
-    try:
-        return read_json(value)
-    except Malformed:
-        return value
+    return _bare(value)
 
 
 def _in_tagged(body: str) -> bool:
@@ -160,10 +183,10 @@ def _llama(body: str, tools: Tools) -> list[ToolCall]:
 
 def _objects(text: str, between: str) -> list[str]:
     """The JSON objects that a text is made of, with nothing but some characters between them."""
-    found, decoder = [], json.JSONDecoder()
+    found = []
     while text := text.lstrip(between):
         try:
-            end = decoder.raw_decode(text)[1]
+            end = JSON.raw_decode(text)[1]
         except (ValueError, RecursionError) as error:
             raise Malformed(str(error)) from None
         found.append(text[:end])
@@ -200,10 +223,12 @@ def _lfm2(body: str, tools: Tools) -> list[ToolCall]:
 
 def _pythonic(text: str) -> list[ToolCall]:
     """Calls with literals for arguments, one or a list."""
+    # An argument may have the name of a word of Python's own, such as `from`.
+    text = STRING_OR_WORD.sub(lambda found: KEYWORD + found[0] if found["word"] else found[0], text.strip())
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes that Python does not know
-            tree = ast.parse(text.strip(), mode="eval").body
+            tree = ast.parse(text, mode="eval").body
         calls = [_python_call(node) for node in (tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree])]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise Malformed(str(error)) from None
@@ -216,10 +241,10 @@ def _python_call(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call) or node.args:
         raise Malformed("not a call with named arguments")
     arguments = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
+    for each in node.keywords:
+        if each.arg is None:
             raise Malformed("an argument without a name")
-        arguments[keyword.arg] = _literal(keyword.value)
+        arguments[each.arg.removeprefix(KEYWORD)] = _literal(each.value)
     return ToolCall(_dotted(node.func), arguments)
 
 
@@ -284,11 +309,7 @@ class _GemmaCall:
         if found is None:
             raise Malformed("no value")
         self.at = found.end()
-        bare = found[0].strip()
-        try:
-            return read_json("null" if bare == "None" else bare)
-        except Malformed:
-            return bare
+        return _bare(found[0].strip())
 
     def pair(self) -> tuple[str, Any]:
         self.skip_space()
@@ -314,7 +335,7 @@ class _GemmaCall:
 
     def json_string(self) -> str:
         try:
-            value, self.at = json.JSONDecoder().raw_decode(self.text, self.at)
+            value, self.at = JSON.raw_decode(self.text, self.at)
         except ValueError as error:
             raise Malformed(str(error)) from None
         assert isinstance(value, str)

@@ -20,6 +20,7 @@ from bough.engine.tool_formats import FORMATS, CallFormat, Malformed, ToolCall, 
 
 THINKING = (("<think>", "</think>"), ("<|channel>thought\n", "<channel|>"), ("[THINK]", "[/THINK]"))
 BARE_CALLS = ('{"name": ', '{"name":', '{"type": "function", "name": ')  # and the name
+MOST_FAILURES = 64  # to read a call; what comes after them is taken as text, so that a reply costs little to split
 PROMPT_END = 16  # tokens at the end of a prompt in which its opening of the thinking is
 
 
@@ -88,6 +89,7 @@ class Splitter:
         self._after_mark = thinking  # white space here is left out
         self._mark = ""  # what began the call that is being read
         self._searched = 0  # how much of it holds no closing mark that would end it
+        self._failures = 0  # to read calls
         self._parts: list[Part] = []
 
     def push(self, text: str) -> list[Part]:
@@ -111,7 +113,7 @@ class Splitter:
         openings = self._openings()
         found = self._first(openings)
         if found is None:
-            self._say(Said, self._certain(openings, last), last)
+            self._say(Said, self._certain(openings, last), last or not openings)
             return False
         self._say(Said, self._held[: found.at], False)
         self._held = self._held[found.at + len(found.mark) :]
@@ -144,12 +146,14 @@ class Splitter:
         stop = min(len(self._held), end + len(close or ""))
         body = self._held[:end]
         calls = self._read(body)
-        if calls is None and end < stop and self._calls.in_string(body):
-            self._searched = stop  # the mark is a part of some argument
-            return True
         if calls is None:
+            self._failures += 1
+            if end < stop and self._failures < MOST_FAILURES and self._calls.in_string(body):
+                self._searched = stop  # the mark is a part of some argument
+                return True
             # Only the mark is known to be text: in what follows it there may be a call.
             self._say(Said, self._mark, True)
+            self._calls = None if self._failures >= MOST_FAILURES else self._calls
         else:
             text = self._mark + self._held[:stop]
             self._parts += [replace(calls[0], text=text), *calls[1:]]
@@ -211,6 +215,8 @@ class Reader:
         tools: Sequence[Mapping[str, Any]] | None = None,
         stop: Sequence[str] = (),
     ) -> None:
+        if not tools:  # what looks like a call is none, and marks that no text shows stay unseen
+            dialect = replace(dialect, calls=None)
         opening = dialect.thinking and dialect.thinking[0].strip()
         end = tokenizer.decode(list(prompt[-PROMPT_END:]), skip_special=False).rstrip()
         self._splitter = Splitter(dialect, _named(tools), thinking=bool(opening and end.endswith(opening)))

@@ -34,8 +34,9 @@ async def messages(call: Call) -> Response:
     body, service = call.body, call.service
     service.require_model(body.get("model"))
     params = asked.sampling(body, service.engine.defaults, call.salt())
-    prompt, marked = await asked.prompt(body, service)
-    read = replies.reader(service, prompt, params, asked.chat(body).functions())
+    chat = asked.chat(body)
+    prompt, marked = await asked.prompt(chat, body, service)
+    read = replies.reader(service, prompt, params, chat.functions())
     answer = Answer(call, prompt, marked, params, read)
     generation = await service.start([(prompt, params)])
     if body.get("stream"):
@@ -46,7 +47,7 @@ async def messages(call: Call) -> Response:
 
 async def count_tokens(call: Call) -> Response:
     call.service.require_model(call.body.get("model"))
-    prompt, _ = await asked.prompt(call.body, call.service)
+    prompt, _ = await asked.prompt(asked.chat(call.body), call.body, call.service)
     return Json({"input_tokens": len(prompt.tokens)})
 
 

@@ -71,6 +71,7 @@ MESSAGES = Record(
     needed=("messages", "max_tokens"),
 )
 CALL_ID = 9  # characters of an id that templates see: some take no other number
+MOST_MARKS = 4  # as Anthropic has it; each costs a render of the chat
 OTHER = "\x00"  # a text that begins like no other
 
 
@@ -82,7 +83,7 @@ def sampling(body: Mapping[str, Any], defaults: SamplingParams, salt: str | None
     if "stop_sequences" in body:
         given["stop"] = body["stop_sequences"]
     if schema := _schema(body):
-        if chat(body).tools:
+        if body.get("tools"):
             raise Invalid("output_config.format", "left out where tools are given: their calls are not of that format")
         given["grammar"] = Grammar.json_schema(schema["schema"])
     return replace(defaults, **given)
@@ -104,15 +105,18 @@ class Chat:
     def plain(self) -> list[dict[str, Any]]:
         """Messages as chat templates read them."""
         system = "\n".join(_text(block, f"system[{at}]") for at, block in enumerate(self.system))
-        told: list[dict[str, Any]] = [{"role": "system", "content": system}] if self.system else []
+        told: list[dict[str, Any]] = [{"role": "system", "content": [system]}] if self.system else []
+        called: dict[str, str] = {}
         for at, message in enumerate(self.messages):
             for each in _plain(message["role"], message["content"], f"messages[{at}].content"):
-                before = told[-1] if told else {}
-                if each["role"] == before.get("role") == "user":  # turns of one side count as one
-                    before["content"] = "\n".join(filter(None, (before["content"], each["content"])))
+                called |= {call["id"]: call["function"]["name"] for call in each.get("tool_calls", ())}
+                if each["role"] == "tool" and each["tool_call_id"] in called:
+                    each["name"] = called[each["tool_call_id"]]
+                if told and each["role"] == told[-1]["role"] == "user":  # turns of one side count as one
+                    told[-1]["content"] += each["content"]
                 else:
                     told.append(each)
-        return told
+        return [{**each, "content": "\n".join(each["content"])} for each in told]
 
     def functions(self) -> list[dict[str, Any]] | None:
         return [_function(tool) for tool in self.tools] or None
@@ -138,6 +142,11 @@ class Chat:
         if last:
             yield self
 
+    @property
+    def marks(self) -> int:
+        blocks = [*self.tools, *self.system, *(block for message in self.messages for block in message["content"])]
+        return sum("cache_control" in block for block in blocks)
+
 
 def chat(body: Mapping[str, Any]) -> Chat:
     choice = body.get("tool_choice", {}).get("type", "auto")
@@ -148,7 +157,10 @@ def chat(body: Mapping[str, Any]) -> Chat:
         if tool.get("type", "custom") != "custom":
             raise Invalid(f"tools[{at}].type", "custom: the server has no tools of its own", tool["type"])
     messages = [{**message, "content": _blocks(message["content"])} for message in body["messages"]]
-    return Chat(_blocks(body.get("system", [])), messages, tools)
+    found = Chat(_blocks(body.get("system", [])), messages, tools)
+    if found.marks > MOST_MARKS:
+        raise ApiError(400, f"{found.marks} blocks have cache_control, and {MOST_MARKS} may; leave the others out")
+    return found
 
 
 def _blocks(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -163,7 +175,7 @@ def _text(block: Mapping[str, Any], path: str) -> str:
 
 
 def _plain(role: str, blocks: Sequence[dict[str, Any]], path: str) -> Iterator[dict[str, Any]]:
-    """A message as messages for templates: what a tool gave is one of its own."""
+    """A message as messages for templates, with lists of texts: what a tool gave is one of its own."""
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
     thinking: list[str] = []
@@ -171,7 +183,7 @@ def _plain(role: str, blocks: Sequence[dict[str, Any]], path: str) -> Iterator[d
         kind = block["type"]
         if kind == "tool_result" and role == "user":
             if texts:
-                yield {"role": role, "content": "\n".join(texts)}
+                yield {"role": role, "content": texts}
                 texts = []
             yield _result(block, f"{path}[{at}]")
         elif kind == "tool_use" and role == "assistant":
@@ -181,7 +193,7 @@ def _plain(role: str, blocks: Sequence[dict[str, Any]], path: str) -> Iterator[d
         elif kind != "redacted_thinking":
             texts.append(_text(block, f"{path}[{at}]"))
     if texts or calls or thinking or not blocks:
-        told: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+        told: dict[str, Any] = {"role": role, "content": texts}
         yield told | ({"tool_calls": calls} if calls else {}) | ({"thinking": "\n".join(thinking)} if thinking else {})
 
 
@@ -197,7 +209,7 @@ def _result(block: Mapping[str, Any], path: str) -> dict[str, Any]:
     if not block.get("tool_use_id"):
         raise Invalid(f"{path}.tool_use_id", "given")
     texts = [_text(each, f"{path}.content[{at}]") for at, each in enumerate(_blocks(block.get("content", [])))]
-    return {"role": "tool", "tool_call_id": block["tool_use_id"][-CALL_ID:], "content": "\n".join(texts)}
+    return {"role": "tool", "tool_call_id": block["tool_use_id"][-CALL_ID:], "content": texts}
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,9 +225,9 @@ def _options(body: Mapping[str, Any]) -> dict[str, Any]:
     return {"enable_thinking": body["thinking"]["type"] != "disabled"} if "thinking" in body else {}
 
 
-async def prompt(body: Mapping[str, Any], service: Service) -> tuple[Prompt, int]:
-    """The prompt, and up to where its marks ask for it to be cached."""
-    return await asyncio.to_thread(_prompt, chat(body), "cache_control" in body, _options(body), service)
+async def prompt(asked: Chat, body: Mapping[str, Any], service: Service) -> tuple[Prompt, int]:
+    """The prompt of a chat, and up to where its marks ask for it to be cached."""
+    return await asyncio.to_thread(_prompt, asked, "cache_control" in body, _options(body), service)
 
 
 def _prompt(asked: Chat, mark_last: bool, options: dict[str, Any], service: Service) -> tuple[Prompt, int]:
@@ -224,9 +236,10 @@ def _prompt(asked: Chat, mark_last: bool, options: dict[str, Any], service: Serv
         raise TemplateError("the model has no tokenizer, so it cannot chat; send token ids to /v1/completions")
     messages, tools, opening = asked.plain(), asked.functions(), ""
     if messages[-1]["role"] == "assistant":  # the beginning of the reply
-        opening = messages.pop()["content"]
-        if not messages:
-            raise ApiError(400, "the first message must be one that the model answers; begin with a user's")
+        begun = messages.pop()
+        opening = begun["content"]
+        if not messages or "tool_calls" in begun:
+            raise ApiError(400, "there is nothing to answer; end with a user's message, or with the text of a reply")
     transcript = template.prompt(messages, tools=tools, **options)
     if opening:
         text = transcript.text + opening

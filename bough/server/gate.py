@@ -22,7 +22,7 @@ from bough.server.generation import Service
 
 OPEN = ("/health",)  # what needs no key
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
-LOCAL = re.compile(r"localhost|127(\.\d+){3}|::1|.*\.localhost|testserver")
+LOCAL = re.compile(r"localhost|127(\.\d+){3}|::1|.*\.localhost")
 
 log = logging.getLogger("bough.server")
 

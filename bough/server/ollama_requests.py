@@ -121,18 +121,19 @@ def template_options(body: Mapping[str, Any], service: Service) -> dict[str, Any
 
 def chat_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Messages as chat templates read them. Calls have no ids in this API: they are numbered, and answered in turn."""
-    told, calls, answers = [], 0, 0
+    told, called, answers = [], list[str](), 0
     for at, message in enumerate(body.get("messages", ())):
         if message.get("images"):
             raise Invalid(f"messages[{at}].images", "empty: the model reads text")
         plain = {"role": message["role"], "content": message.get("content", "")}
         if message.get("thinking"):
             plain["thinking"] = message["thinking"]
-        if message.get("tool_calls"):
-            plain["tool_calls"] = [_call(each["function"], calls + i) for i, each in enumerate(message["tool_calls"])]
-            calls += len(plain["tool_calls"])
+        if functions := [call["function"] for call in message.get("tool_calls", ())]:
+            plain["tool_calls"] = [_call(each, len(called) + index) for index, each in enumerate(functions)]
+            called += [each["name"] for each in functions]
         if message["role"] == "tool":
-            plain |= {"tool_call_id": _id(answers)} | ({"name": name} if (name := message.get("tool_name")) else {})
+            name = message.get("tool_name") or (called[answers] if answers < len(called) else None)
+            plain |= {"tool_call_id": _id(answers)} | ({"name": name} if name else {})
             answers += 1
         told.append(plain)
     return told

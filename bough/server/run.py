@@ -23,6 +23,7 @@ from bough.server.settings import Settings
 
 LAST_WORDS = 5.0  # seconds that cancelled requests get to tell their clients
 BACKLOG = 1024
+KEEP_ALIVE = 75  # seconds; longer than clients keep idle connections, or one may be closed just as it is used again
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -57,8 +58,8 @@ def serve(engine: Engine, settings: Settings, taken: socket.socket, started: Cal
     app = create_app(engine, settings, local=local)
     grace = math.ceil(settings.grace + LAST_WORDS)
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", backlog=BACKLOG, timeout_graceful_shutdown=grace,
-        server_header=False,
+        app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=grace,
     )  # fmt: skip
     asyncio.run(_serve(Server(config, started), app.state.service, taken))
 

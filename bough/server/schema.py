@@ -5,7 +5,7 @@ object are ignored, as the APIs that clients were written for do, and null count
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from bough.config import LARGEST, is_int, is_number
@@ -110,19 +110,6 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True)
-class Anything:
-    """Any JSON value."""
-
-    about: str = ""
-
-    def read(self, value: Any, path: str) -> Any:
-        return value
-
-    def schema(self) -> JsonSchema:
-        return _described({}, self.about)
-
-
-@dataclass(frozen=True, slots=True)
 class Listed:
     """A list of values of one shape."""
 
@@ -177,7 +164,6 @@ class Record:
     needed: tuple[str, ...] = ()
     open: bool = False
     about: str = ""
-    name: str = field(default="", kw_only=True)  # in the OpenAPI document
 
     def read(self, value: Any, path: str = "") -> dict[str, Any]:
         if not isinstance(value, dict):

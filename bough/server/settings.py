@@ -20,9 +20,9 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("names", "api_keys", "origins"):
             value = getattr(self, name)
-            told = "different strings that are not empty"
-            require(all(isinstance(each, str) and each for each in value), name, value, told)
-            require(len(set(value)) == len(value), name, value, told)
+            fine = all(isinstance(each, str) and each for each in value) and len(set(value)) == len(value)
+            shown = "(not shown)" if name == "api_keys" else value
+            require(fine, name, shown, "different strings that are not empty")
         require(is_int(self.body_bytes, 1), "body_bytes", self.body_bytes, "a whole number, 1 or more")
         limited = self.prompt_tokens is None or is_int(self.prompt_tokens, 1)
         require(limited, "prompt_tokens", self.prompt_tokens, "a whole number, 1 or more, or None")
