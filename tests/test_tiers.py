@@ -47,7 +47,7 @@ def away(watched: Watched, *, written: bool = True) -> None:
     tiers = watched.engine._loop.cache.tiers
 
     def evict() -> None:
-        while tiers._evict(Tier.DEVICE):
+        while tiers.evict(Tier.DEVICE):
             pass
 
     if written:

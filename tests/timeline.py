@@ -175,7 +175,7 @@ def empty(checked: Engine) -> None:
         if pool is not None:
             assert all(store.used == 1 for store in pool.stores), "something leaked"
     if tiers.shelf is not None:
-        checked.call(tiers._take_news)
+        checked.call(tiers.take_news)
         assert not tiers.shelf.references and not tiers.shelf.disk.extents, "extents are left"
 
 

@@ -11,18 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-
 from bough.cache.extent import Extent, Lost, Rows, connect
 from bough.cache.ledger import Ledger
 from bough.cache.policy import Index, Move
-from bough.cache.shelf import DiskCopy, Shelf, Staged, meta_of, shapes_of
-from bough.cache.tree import NOWHERE, Copy, Node, Symbols, Tier, Tree
+from bough.cache.shelf import DiskCopy, Shelf
+from bough.cache.tree import NOWHERE, Copy, Node, Tier, Tree
+from bough.cache.writer import Writer
 from bough.state.lane import Lane
 from bough.state.pool import Pool
 from bough.state.snapshot import Snapshot
-
-FLUSHED = 16  # nodes written at a time, beside which there are copies of them
 
 
 @dataclass(slots=True, eq=False)
@@ -63,9 +60,7 @@ class Tiers:
         self.wake: Callable[[], None] = lambda: None  # called by the disk's thread when there is news
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._loads: dict[Node, Load] = {}
-        self._unwritten: dict[Node, None] = {}  # in order of arrival
-        self._writing: set[Node] = set()
-        self._staged: list[tuple[Node, Staged]] = []
+        self.writer = Writer(self, shelf) if shelf is not None else None
         if shelf is not None:
             self._recover(shelf)
 
@@ -76,7 +71,7 @@ class Tiers:
         pool = self.device if tier == Tier.DEVICE else self.host
         assert pool is not None
         while not pool.fits(needs, spare=spare):
-            if not any(tiers._evict(tier) for tiers in self._fullest_first(tier)):
+            if not any(tiers.evict(tier) for tiers in self._fullest_first(tier)):
                 return False
             self.evicted += 1
         if pool.slabs_for(needs, spare=spare) > pool.free_slabs:
@@ -97,7 +92,7 @@ class Tiers:
         stores = [pool.stores[i] for i in pool.page_stores if pool.stores[i].unit.reach is None]
         return max((store.used for store in stores), default=pool.used_bytes)
 
-    def _evict(self, tier: Tier) -> bool:
+    def evict(self, tier: Tier) -> bool:
         """Give up what is worth least on a tier; False if nothing there can go."""
         now = self.clock()
         chosen = self.index.least(tier, now, partial(self._frees, tier))
@@ -134,7 +129,7 @@ class Tiers:
         if not node.resumes:
             self.ledger.bury(node, tier, "resume point", self.clock())
             if self.tree.can_merge(node):
-                self._unwritten.pop(node, None)
+                self._forget(node)
                 self.tree.merge(node)
 
     def drop(self, node: Node, tier: Tier) -> None:
@@ -155,8 +150,12 @@ class Tiers:
             below.extend(each.children.values())
         for each in reversed(below):
             self.ledger.bury(each, tier, "node", self.clock())
-            self._unwritten.pop(each, None)
+            self._forget(each)
             self.tree.remove(each)
+
+    def _forget(self, node: Node) -> None:
+        if self.writer is not None:
+            self.writer.forget(node)
 
     def _to_host(self, node: Node) -> None:
         """Copy what is on the device to the host, unless a slower tier has as much."""
@@ -208,9 +207,9 @@ class Tiers:
         load = Load(node, disk.clone(), node.start, node.end, edge, point, missing=len(wanted))
         self._loads[node] = load
         for extent, rows in wanted.items():
-            self.shelf.disk.read(extent, rows, partial(self._post, self._loaded, load, extent))
+            self.shelf.disk.read(extent, rows, partial(self.post, self._loaded, load, extent))
         if not wanted:  # where every reach ends somewhere, an edge has nothing of its own
-            self._post(self._finish_loads)
+            self.post(self._finish_loads)
         return load
 
     def _loaded(self, load: Load, extent: Extent, rows: dict[str, Rows] | Lost) -> None:
@@ -282,128 +281,36 @@ class Tiers:
         for owner, piece in reversed(pieces):
             self.give(owner, tier, piece)
 
-    # Down to disk.
+    # The disk.
 
     def note(self, node: Node) -> None:
         """The node has something that the disk may lack."""
-        if self.shelf is not None:
-            self._unwritten.setdefault(node)
+        if self.writer is not None:
+            self.writer.note(node)
 
     def settle(self) -> None:
         """Take in what the disk has done, and hand it what is to be written, as fast as it may be."""
-        self._take_news()
-        if self.shelf is None:
-            return
-        if self.shelf.lost:
+        self.take_news()
+        if self.shelf is not None and self.shelf.lost:
             self._purge()
-        self._submit_staged(paced=True)
-        while self._unwritten and self.shelf.disk.ready() and self._write_next(paced=True):
-            pass
+        if self.writer is not None:
+            self.writer.write_some()
 
-    def _take_news(self) -> None:
+    def take_news(self) -> None:
         while not self._news.empty():
             self._news.get()()
 
     @property
     def busy(self) -> bool:
         """Whether something is being read or written that `settle` should be called for."""
-        return bool(self._loads or self._writing or self._unwritten)
+        return bool(self._loads) or (self.writer is not None and self.writer.busy)
 
     def flush(self) -> None:
-        """Write all there is to write, however long it takes. A disk that takes nothing is not asked again."""
-        if self.shelf is None:
-            return
-        before = -1
-        while (written := self.ledger.counters["nodes_written_to_disk"]) > before:
-            before = written
-            while len(self._writing) < FLUSHED and self._write_next(paced=False):
-                pass
-            for _, staged in self._staged:
-                staged.wait()
-            self._submit_staged(paced=False)
-            self.shelf.disk.drain()
-            self._take_news()
+        """Write all there is to write, however long it takes."""
+        if self.writer is not None:
+            self.writer.flush()
 
-    def _write_next(self, *, paced: bool) -> bool:
-        """Stage the oldest node that is not on disk, the path before it first. False: nothing can be done now."""
-        assert self.shelf is not None
-        for node in self._unwritten:
-            path = [each for each in node.path() if self._lacks(each)]
-            if not path:
-                del self._unwritten[node]
-                return True
-            if path[0] in self._writing:
-                continue
-            del self._unwritten[node]
-            staged = self._stage(path[0], paced=paced)
-            if path[0] is not node and staged is not None:
-                self._unwritten[node] = None
-            return staged is not False
-        return False
-
-    def _lacks(self, node: Node) -> bool:
-        """Whether the disk has less of a node than memory has."""
-        disk = node.copies[Tier.DISK]
-        return disk is None or (disk.is_sound and not disk.resumes and node.resumes)
-
-    def _stage(self, node: Node, *, paced: bool) -> bool | None:
-        """Hand a node to the disk. False: not now; None: not at all, nor what follows it."""
-        assert self.shelf is not None
-        memory = [c for c in node.copies[: Tier.DISK] if isinstance(c, Snapshot)]
-        if not memory:
-            return None
-        source = next((c for c in memory if c.resumes), memory[0])
-        if source.pool is self.host and not self.lane.idle:
-            self._unwritten = {node: None, **self._unwritten}
-            return False  # its bytes may still be on their way
-        edge = node.copies[Tier.DISK] is None
-        arrays = shapes_of(source, edge=edge, point=source.resumes)
-        size = self.shelf.disk.size_of(node.start if edge else node.end, node.end, arrays, meta_of(source))
-        while self.shelf.disk.free_bytes < size:
-            if size > self.shelf.disk.nbytes or not self._evict(Tier.DISK):
-                self.ledger.count("nodes_too_large_for_disk")
-                return None
-        if paced and not self.shelf.disk.room_for(size):
-            self._unwritten = {node: None, **self._unwritten}
-            return False
-        self._writing.add(node)
-        self.lane.fence()
-        self._staged.append((node, Staged(source, edge=edge, point=source.resumes)))
-        self._submit_staged(paced=paced)
-        return True
-
-    def _submit_staged(self, *, paced: bool) -> None:
-        assert self.shelf is not None
-        waiting = []
-        for node, staged in self._staged:
-            if not staged.ready:
-                waiting.append((node, staged))
-                continue
-            if node.parent is None or node.end != staged.end:  # it went, or grew into another
-                self._writing.discard(node)
-                continue
-            piece = staged.piece(node.root().salt, _tokens(node))
-            if not self.shelf.disk.write(piece, partial(self._post, self._wrote, node, staged), paced=paced):
-                self._writing.discard(node)
-                self.note(node)
-        self._staged = waiting
-
-    def _wrote(self, node: Node, staged: Staged, extent: Extent | None) -> None:
-        assert self.shelf is not None
-        self._writing.discard(node)
-        if extent is None:
-            self.ledger.count("writes_failed")
-            return
-        copy = self.shelf.copy_of(extent)
-        if node.parent is None or node.end != staged.end or (not copy.parts and node.copies[Tier.DISK] is None):
-            copy.close()
-            return
-        self.attach(node, Tier.DISK, copy, staged.start)
-        self.ledger.count("nodes_written_to_disk")
-        if self._lacks(node):
-            self.note(node)
-
-    def _post(self, what: Callable[..., None], *args: object) -> None:
+    def post(self, what: Callable[..., None], *args: object) -> None:
         """Let the thread that owns the tree do this when it settles; called by the disk's."""
         self._news.put(partial(what, *args))
         self.wake()
@@ -423,7 +330,7 @@ class Tiers:
         for extent in stranded:
             shelf.disk.delete(extent)
         self.ledger.count("stranded_extents_dropped", len(stranded))
-        while shelf.disk.free_bytes < 0 and self._evict(Tier.DISK):
+        while shelf.disk.free_bytes < 0 and self.evict(Tier.DISK):
             pass
 
     def _purge(self) -> None:
@@ -465,7 +372,3 @@ def _point_frees(copy: Copy) -> bool:
         return pool.slot_refs(copy.slot) == 1
     windows = [(i, run) for i, run in copy.runs.items() if pool.stores[i].unit.reach is not None]
     return any((pool.stores[i].refs[run.ids] == 1).any() for i, run in windows)
-
-
-def _tokens(node: Node) -> Symbols:
-    return np.concatenate([each.symbols for each in node.path()])

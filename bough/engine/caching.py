@@ -18,7 +18,7 @@ from bough.cache.tree import Node, Tier, Tree, as_symbols
 from bough.config import CacheConfig
 from bough.engine.load import Loaded
 from bough.engine.memory import IDLE, available_bytes
-from bough.errors import DiskUnavailable
+from bough.errors import DiskUnavailable, PoolFull
 from bough.models.identity import identity
 from bough.state.layout import Layout
 from bough.state.pool import Pool
@@ -36,9 +36,18 @@ def prefix_cache(config: CacheConfig, loaded: Loaded, pool: Pool) -> PrefixCache
     host_bytes = config.host_bytes
     if host_bytes is None:
         host_bytes = min(available_bytes() // 4, IDLE * pool.nbytes, MOST_HOST) if on_gpu else 0
-    host = Pool(pool.layout, host_bytes, max_running=0, pinned=on_gpu) if config.enabled and host_bytes else None
+    host = _host(pool, host_bytes) if config.enabled and host_bytes else None
     shelf = _shelf(config, loaded, pool) if config.enabled and config.disk_path is not None else None
     return PrefixCache(pool, host=host, shelf=shelf, policy=config.policy, enabled=config.enabled)
+
+
+def _host(pool: Pool, nbytes: int) -> Pool:
+    try:
+        return Pool(pool.layout, nbytes, max_running=0, pinned=pool.device.type == "cuda")
+    except PoolFull:
+        raise PoolFull(
+            f"host_bytes {nbytes:,} is too little for a page of each kind; give more, or 0 for no host tier"
+        ) from None
 
 
 def draft_cache(prefixes: PrefixCache, pool: Pool | None) -> PrefixCache | None:

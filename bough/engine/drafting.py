@@ -42,7 +42,7 @@ class Aside:
     """A thread that can be given up: it ends with the process, whatever it is waiting for."""
 
     def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[Callable[[], None]] | None = None
+        self._asked: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     def ask(self, what: Callable[[], Result]) -> Result:
         """What it gives. Raises TimeoutError when it takes too long."""
@@ -60,10 +60,15 @@ class Aside:
         self._asked.put(work)
         return answer.result(PATIENCE)
 
+    def close(self) -> None:
+        if self._asked is not None:
+            self._asked.put(None)
+            self._asked = None
 
-def _serve(asked: "queue.SimpleQueue[Callable[[], None]]") -> None:
-    while True:
-        asked.get()()
+
+def _serve(asked: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (what := asked.get()) is not None:
+        what()
 
 
 @dataclass(slots=True, eq=False)
@@ -226,6 +231,10 @@ class Drafting:
             pages = sum(-(-count // size) + 1 for count in tokens)
             needs = [pages if unit.is_page else len(tokens) for unit in self.cache.pool.layout.units]
             self.cache.make_room(needs)
+
+    def close(self) -> None:
+        """No sequence is left."""
+        self._aside.close()
 
     # Faults.
 

@@ -30,6 +30,7 @@ from bough.state.transaction import Transaction
 
 Result = TypeVar("Result")
 PACE = 0.02  # seconds between looks at a disk that is being written to, when there is nothing else to do
+WORTH_WAITING = 256  # tokens that another is about to read, or half of what there is to read
 MOST_TRIES = 3  # to bring back what the cache has of a request, before it makes do with what is on the device
 
 
@@ -95,6 +96,7 @@ class Loop:
             for sequence in [*self._running, *self._waiting]:
                 sequence.cut_off()
                 self._end(sequence, "cancelled")
+            self.drafting.close()
             self.cache.close()
         except BaseException as error:
             self._give_up(error)
@@ -182,19 +184,22 @@ class Loop:
         """Whether to wait for a running prefill of the same beginning, which then leaves a resume point there."""
         if not self.cache.enabled:
             return False
-        tokens, resumable = sequence.symbols, None
+        if sequence.leader is not None:
+            other, at = sequence.leader
+            if other in self._running and other.computed < at:
+                return True
+            sequence.leader = None
+            return False  # it went as far as it would
+        tokens, resumable = sequence.symbols, self.cache.peek(sequence.symbols, sequence.salt)
         for other in self._running:
-            if other.pending <= 1 or other.salt != sequence.salt or other in sequence.followed:
+            if other.pending <= 1 or other.salt != sequence.salt:
                 continue
             at = min(common(tokens, other.symbols), len(tokens) - 1)
-            if resumable is None:
-                resumable = self.cache.peek(tokens, sequence.salt)
-            gain = at - max(resumable, 0)
-            if other.computed < at and gain > 0 and gain >= min(256, (len(tokens) - resumable) // 2):
+            gain = at - resumable
+            if other.computed < at and gain > 0 and gain >= min(WORTH_WAITING, (len(tokens) - resumable) // 2):
                 other.cuts.add(at)
+                sequence.leader = other, at
                 return True
-            if other.computed >= at:
-                sequence.followed.add(other)
         return False
 
     def _step(self) -> None:

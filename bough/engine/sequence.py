@@ -34,7 +34,7 @@ class Sequence:
         self.state: State | None = None
         self.match: Match | None = None  # while it waits for what the cache has of it
         self.cuts: set[int] = set()  # lengths at which its prefill leaves resume points
-        self.followed: set[Sequence] = set()  # those whose prefill it need not wait for any more
+        self.leader: tuple[Sequence, int] | None = None  # whose prefill it waits for, and up to where
         self.tries = 0  # to get from the cache what it has
         self.use: Use | None = None  # as the cache learns from it, once the prompt is read
         self.usage = Usage(prompt_tokens=len(self.request.prompt))
