@@ -136,7 +136,7 @@ class Learned(Recent):
             if when != use.since + EDGES[use.bin + 1] or not (use.waiting or use.nodes):
                 continue
             if use.waiting:
-                self._model.learn(use.rows, use.bin, False)
+                self._model.learn(use, use.bin, False)
             use.bin += 1
             self._call(use)
             nodes += use.nodes
@@ -172,7 +172,7 @@ class Learned(Recent):
 
     def _rate(self, use: Use) -> float:
         if use.curve is None or self._model.lessons > 100 + (1 + OUTDATED) * use.drawn:
-            use.curve, use.drawn = self._model.curve(use.rows), self._model.lessons
+            use.curve, use.drawn = self._model.curve(use), self._model.lessons
         return use.curve[use.bin]
 
     # Uses.
@@ -189,7 +189,7 @@ class Learned(Recent):
 
     def _came(self, use: Use, now: float) -> None:
         if use.waiting:
-            self._model.learn(use.rows, bin_of(now - use.since), True)
+            self._model.learn(use, bin_of(now - use.since), True)
             use.waiting = False
 
     def _again(self, old: Use, node: Node, now: float) -> Use:

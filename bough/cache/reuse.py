@@ -35,6 +35,8 @@ WIDTHS: Floats = np.diff(EDGES)
 RATE, STEADY = 0.12, 1.0  # of learning, and what tempers it in the beginning
 NEARBY: Floats = np.array([0.15, 0.5, 0.85, 1.0, 0.85, 0.5, 0.15])  # what a bin tells about its neighbours
 MOST = 30.0  # a logit that is as good as certain
+TRUST = (0.0, 0.5, 1.0)  # in the facts
+LATELY = 5000.0  # lessons
 REMEMBERED = 1 << 16  # requests whose paths are recognised
 MOSTLY = 0.65  # of a request; who goes on from that much belongs to the same conversation
 FOLLOWERS = 4  # that many go on from a request; if it is more, they only share a beginning
@@ -81,7 +83,11 @@ def bin_of(age: float) -> int:
 
 
 class Model:
-    """The chance to come back in each bin, given facts about the use."""
+    """The chance to come back in each bin: by age alone, and with the facts about a use added as far as they help.
+
+    Both are judged by how well they foretold (log loss, of late); facts count in full, by half or not at all,
+    whatever did best. So where they tell nothing, their noise does no harm.
+    """
 
     def __init__(self) -> None:
         share = 0.15  # of what has waited a seconds comes back before 2.7a seconds, says the beginning
@@ -89,54 +95,67 @@ class Model:
         self._start = np.log(chance / (1.0 - chance))
         self.lessons = 0
         self._rows: dict[Hashable, int] = {}
-        pad = len(NEARBY) // 2
-        self._pad = pad
-        self._weights = np.zeros((16, BINS + 2 * pad))
-        self._seen = np.full((16, BINS + 2 * pad), STEADY)
+        self._pad = len(NEARBY) // 2
+        self._weights = np.zeros((16, BINS + 2 * self._pad))
+        self._seen = np.full_like(self._weights, STEADY)
+        self._losses = {kind: [0.0] * len(TRUST) for kind in Kind}
 
     def rows(self, use: Use) -> Rows:
-        """The rows of weights that the facts about a use select."""
+        """The rows of weights for a use: the one by age alone, the one that facts are added to, and these."""
+        keys: list[Hashable] = [("age", use.kind), ("with facts", use.kind)]
         if use.kind is Kind.OWN:
             turn, made, length = min(use.turn, 7), steps(use.made), steps(use.length)
-            keys: list[Hashable] = [
-                Kind.OWN, ("turn", turn), ("made", made), ("length", length), ("gap", steps(use.gap) // 2),
+            keys += [
+                ("turn", turn), ("made", made), ("length", length), ("gap", steps(use.gap) // 2),
                 ("fresh", steps(use.fresh) if turn else -1),
                 ("turn, made", min(turn, 2), made), ("turn, length", min(turn, 2), length),
                 ("length, made", length // 4, made // 4),
             ]  # fmt: skip
         elif use.kind is Kind.SHARED:
-            keys = [Kind.SHARED, ("uses", steps(use.turn)), ("every", steps(use.gap))]
+            keys += [("uses", steps(use.turn)), ("every", steps(use.gap))]
         else:
-            keys = [use.kind, (use.kind, min(use.turn, 3))]
+            keys += [("turn", use.kind, min(use.turn, 3))]
         return np.array([self._row(key) for key in keys], np.intp)
 
-    def _row(self, key: Hashable) -> int:
-        """Where the weights for one fact are; those of a kind begin with what is assumed, others with nothing."""
+    def _row(self, key: tuple[Any, ...]) -> int:
         row = self._rows.get(key)
         if row is None:
             row = self._rows[key] = len(self._rows)
             if row == len(self._weights):
                 self._weights = np.concatenate([self._weights, np.zeros_like(self._weights)])
                 self._seen = np.concatenate([self._seen, np.full_like(self._seen, STEADY)])
-            if isinstance(key, Kind):
+            if key[0] in ("age", "with facts"):
                 self._weights[row, self._pad : self._pad + BINS] = self._start
         return row
 
-    def learn(self, rows: Rows, at: int, came: bool) -> None:
+    def learn(self, use: Use, at: int, came: bool) -> None:
         """It did or did not come back in this bin, having waited until then."""
         self.lessons += 1
-        span = slice(at, at + len(NEARBY))
+        rows, span = use.rows, slice(at, at + len(NEARBY))
         weights = self._weights[rows, span]
-        chance = 1.0 / (1.0 + math.exp(-max(-MOST, min(MOST, float(weights[:, self._pad].sum())))))
-        step = (came - chance) * NEARBY
+        by_age, rest = float(weights[0, self._pad]), float(weights[1:, self._pad].sum())
+        losses = self._losses[use.kind]
+        for number, trust in enumerate(TRUST):
+            chance = sigmoid(by_age + trust * (rest - by_age))
+            losses[number] += (-math.log(chance if came else 1.0 - chance) - losses[number]) / LATELY
+        wrong = np.full((len(rows), 1), came - sigmoid(rest))
+        wrong[0] = came - sigmoid(by_age)
+        step = wrong * NEARBY
         seen = self._seen[rows, span] + step * step
         self._seen[rows, span] = seen
         self._weights[rows, span] = weights + RATE * step / np.sqrt(seen)
 
-    def curve(self, rows: Rows) -> list[float]:
+    def curve(self, use: Use) -> list[float]:
         """Uses to be expected per second from each bin on."""
-        logits = self._weights[rows, self._pad : self._pad + BINS].sum(0)
+        weights = self._weights[use.rows, self._pad : self._pad + BINS]
+        losses = self._losses[use.kind]
+        trust = TRUST[losses.index(min(losses))]
+        logits = weights[0] + trust * (weights[1:].sum(0) - weights[0])
         return rates(1.0 / (1.0 + np.exp(-np.clip(logits, -MOST, MOST))))
+
+
+def sigmoid(logit: float) -> float:
+    return 1.0 / (1.0 + math.exp(-max(-MOST, min(MOST, logit))))
 
 
 def steps(amount: float) -> int:
