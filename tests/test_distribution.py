@@ -193,9 +193,11 @@ def expect_engine(loaded: Loaded, params: SamplingParams, requests: int) -> None
     for drafts in (ModelDrafter(model, WORDS), Written(lambda text, most: favourite)):
         with Engine(loaded, draft=drafts, max_running=64) as engine:
             engine._loop.drafting.depth = Fixed(deepest=2)  # type: ignore[assignment]
-            seeds = range(isinstance(drafts, Written), requests, 2)
-            handles = [engine.submit(prompt, replace(params, max_tokens=3, seed=seed)) for seed in seeds]
-            outputs = [handle.result() for handle in handles]
+            outputs = []
+            for start in range(0, requests // 2, 512):
+                seeds = range(2 * start + isinstance(drafts, Written), min(2 * start + 1024, requests), 2)
+                handles = [engine.submit(prompt, replace(params, max_tokens=3, seed=seed)) for seed in seeds]
+                outputs += [handle.result() for handle in handles]
             assert sum(output.usage.accepted_tokens for output in outputs) > 0.02 * len(outputs)
             for a, b, c in (output.tokens for output in outputs):
                 seen.update([((), a), ((a,), b), ((a, b), c)])

@@ -267,6 +267,12 @@ class Here:
     service: Service
     server: uvicorn.Server
 
+    @property
+    def is_idle(self) -> bool:
+        """Nobody is connected, and nothing is on its way to the engine or in it."""
+        kept = self.server.server_state
+        return not (kept.connections or kept.tasks or self.service.running or self.service._starting)
+
 
 @asynccontextmanager
 async def served(engine: Engine, settings: Settings) -> AsyncIterator[Here]:
@@ -333,10 +339,7 @@ def test_many_clients_get_right_answers_and_leave_nothing(engine, oracle, caplog
             async with clients(load, count) as all_of_them, asyncio.TaskGroup() as group:
                 for each in all_of_them:
                     group.create_task(each.run())
-            await until(lambda: not here.service.running and not here.server.server_state.connections)
-            await until(lambda: asyncio.all_tasks() == tasks)
-            await until(lambda: open_files() <= files)
-            assert not here.service._starting and not here.server.server_state.tasks
+            await until(lambda: here.is_idle and asyncio.all_tasks() == tasks and open_files() <= files)
         return load
 
     with caplog.at_level(logging.WARNING):

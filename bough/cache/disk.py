@@ -333,7 +333,7 @@ class Disk:
     def _size(self, name: str) -> int:
         try:
             return os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_size
-        except FileNotFoundError:
+        except OSError:
             return 0
 
     def _failed(self, what: str, error: OSError) -> None:

@@ -137,7 +137,7 @@ class Learned(Recent):
                 continue
             if use.waiting:
                 self._model.learn(use, use.bin, False)
-            use.bin += 1
+            use.bin = use.bin + 1 if use.waiting else max(use.bin + 1, bin_of(self._now - use.since))
             self._call(use)
             nodes += use.nodes
         return nodes

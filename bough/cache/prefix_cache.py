@@ -42,10 +42,6 @@ class Match:
     def ready(self) -> bool:
         return all(load.done for load in self.loads)
 
-    @property
-    def failed(self) -> bool:
-        return any(load.failed for load in self.loads)
-
 
 class PrefixCache:
     """The tree over a device pool, and the tiers below it."""
@@ -245,11 +241,10 @@ class PrefixCache:
         return explain(self, as_symbols(tokens), salt_key(salt))
 
     def clear(self) -> None:
-        """Forget everything, on every tier."""
-        for root in list(self.tree.roots.values()):
-            for node in list(root.children.values()):
-                if not node.pins:
-                    self.tiers.remove(node, Tier.DEVICE)
+        """Forget everything that nobody is about to use, on every tier."""
+        for node in reversed(list(self.tree.walk())):
+            if not node.pins and not node.children:
+                self.tiers.remove(node, Tier.DEVICE)
 
     def close(self) -> None:
         """Write what is not on disk yet, and let go of the folder."""
@@ -257,7 +252,13 @@ class PrefixCache:
             self.tiers.flush()
             self.tiers.shelf.disk.close()
 
+    def abandon(self) -> None:
+        """Let go of the folder without writing anything more."""
+        if self.tiers.shelf is not None:
+            self.tiers.shelf.disk.close(abandon=True)
+
     def check(self) -> None:
+        self.pool.check()
         self.tiers.check()
 
 

@@ -61,6 +61,7 @@ class Tiers:
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._loads: dict[Node, Load] = {}
         self.writer = Writer(self, shelf) if shelf is not None else None
+        self._purged = 0  # damaged extents still referred to, when it was last looked for them
         if shelf is not None:
             self._recover(shelf)
 
@@ -77,6 +78,7 @@ class Tiers:
         if pool.slabs_for(needs, spare=spare) > pool.free_slabs:
             self.lane.wait()  # what is being copied is not to be moved
             pool.compact(needs, spare=spare)
+        self.lane.fence()  # whoever writes to what was freed comes after the copies of it
         return True
 
     def _fullest_first(self, tier: Tier) -> "list[Tiers]":
@@ -291,8 +293,8 @@ class Tiers:
     def settle(self) -> None:
         """Take in what the disk has done, and hand it what is to be written, as fast as it may be."""
         self.take_news()
-        if self.shelf is not None and self.shelf.lost:
-            self._purge()
+        if self.shelf is not None and len(self.shelf.lost) != self._purged:
+            self._purge(self.shelf)
         if self.writer is not None:
             self.writer.write_some()
 
@@ -333,13 +335,14 @@ class Tiers:
         while shelf.disk.free_bytes < 0 and self.evict(Tier.DISK):
             pass
 
-    def _purge(self) -> None:
-        """Drop copies on disk that turned out to be damaged. Pinned nodes come later."""
+    def _purge(self, shelf: Shelf) -> None:
+        """Drop copies on disk that turned out to be damaged. What is pinned stays until the next time, unused."""
         for node, copy in list(self._disk_copies()):
             if node.parent is not None and not copy.is_sound and not node.pins:
                 self.drop(node, Tier.DISK)
                 if node.parent is not None:
                     self.note(node)
+        self._purged = len(shelf.lost)
 
     def _disk_copies(self) -> Iterator[tuple[Node, DiskCopy]]:
         for node in self.tree.walk():
@@ -348,6 +351,8 @@ class Tiers:
 
     def check(self) -> None:
         self.tree.check()
+        if self.host is not None:
+            self.host.check()
         if self.shelf is not None:
             loading = [load.copy for load in self._loads.values()]
             self.shelf.check([*loading, *(copy for _, copy in self._disk_copies())])

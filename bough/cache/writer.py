@@ -56,6 +56,7 @@ class Writer:
     def flush(self) -> None:
         """Write all there is to write, however long it takes. A disk that takes nothing is not asked again."""
         before = -1
+        self.tiers.lane.wait()
         while (written := self.tiers.ledger.counters["nodes_written_to_disk"]) > before:
             before = written
             while len(self._writing) < FLUSHED and self._write_next(paced=False):
@@ -99,10 +100,14 @@ class Writer:
         edge = node.copies[Tier.DISK] is None
         arrays = shapes_of(source, edge=edge, point=source.resumes)
         size = self.shelf.disk.size_of(node.start if edge else node.end, node.end, arrays, meta_of(source))
-        while self.shelf.disk.free_bytes < size:
-            if size > self.shelf.disk.nbytes or not self.tiers.evict(Tier.DISK):
-                self.tiers.ledger.count("nodes_too_large_for_disk")
-                return None
+        self.tiers.tree.pin(node)  # what makes room for it is something else
+        while (short := self.shelf.disk.free_bytes < size) and size <= self.shelf.disk.nbytes:
+            if not self.tiers.evict(Tier.DISK):
+                break
+        self.tiers.tree.unpin(node)
+        if short:
+            self.tiers.ledger.count("nodes_too_large_for_disk")
+            return None
         if paced and not self.shelf.disk.room_for(size):
             self._first(node)
             return False
@@ -131,6 +136,8 @@ class Writer:
         self._writing.discard(node)
         if extent is None:
             self.tiers.ledger.count("writes_failed")
+            if node.parent is not None:
+                self.note(node)
             return
         copy = self.shelf.copy_of(extent)
         if node.parent is None or node.end != staged.end or (not copy.parts and node.copies[Tier.DISK] is None):

@@ -10,6 +10,7 @@ Salts share nothing. Its entries are bounded, and those unused for the longest t
 The longer the match, the longer the draft. Knows tokens; no torch, no models, no state.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -90,7 +91,9 @@ class Siblings:
 
     def __init__(self, entries: int = ENTRIES) -> None:
         self.entries = entries
-        self._next: dict[int, int] = {}  # hash of an n-gram → the token after it; the longest unused first
+        self._next: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # hash of an n-gram → the token after it; the longest unused first
 
     def __len__(self) -> int:
         return len(self._next)
@@ -101,11 +104,11 @@ class Siblings:
             for at in range(max(start, size), len(tokens)):
                 self._put(hash(tuple(tokens[at - size : at])), tokens[at])
         while len(self._next) > self.entries:
-            del self._next[next(iter(self._next))]
+            self._next.popitem(last=False)
 
     def _put(self, key: int, token: int) -> None:
-        self._next.pop(key, None)
         self._next[key] = token
+        self._next.move_to_end(key)
 
     def match(self, tokens: Sequence[int]) -> int:
         """The size of the largest n-gram at the end of the text whose next token is known, or 0."""
@@ -155,6 +158,10 @@ class NGram:
         if known > length:
             return list(islice(siblings.walk(text.tokens), min(most, reach(known))))
         return text.after(place, min(most, reach(length))) if length else []
+
+    def clear(self) -> None:
+        """Forget what ended texts have taught."""
+        self._siblings.clear()
 
     def close(self, sequence: int) -> None:
         self._texts.pop(sequence, None)

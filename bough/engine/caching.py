@@ -58,6 +58,7 @@ def draft_cache(prefixes: PrefixCache, pool: Pool | None) -> PrefixCache | None:
     beside = Pool(pool.layout, max_running=0, beside=host) if host is not None else None
     cache = PrefixCache(pool, host=beside, policy=prefixes.policy, enabled=prefixes.enabled)
     cache.tiers.neighbour, prefixes.tiers.neighbour = prefixes.tiers, cache.tiers
+    cache.tiers.lane = prefixes.tiers.lane  # what leaves either pool may make room in the other
     return cache
 
 
@@ -156,8 +157,12 @@ class Cache:
         self._engine.call(self._cache.tiers.flush)
 
     def clear(self) -> None:
-        """Forget everything that no request is using, on every tier."""
-        self._engine.call(self._cache.clear)
+        """Forget everything that no request is using, on every tier; what drafters have learnt too."""
+        self._engine.call(self._clear)
+
+    def _clear(self) -> None:
+        self._cache.clear()
+        self._engine.drafting.clear()
 
 
 Spell = Callable[[int], bytes]  # what a token adds to a text

@@ -23,6 +23,7 @@ from torch import Tensor
 from bough.cache.prefix_cache import PrefixCache
 from bough.draft import Draft, Drafter, Grown, Wanted
 from bough.draft.depth import Depth, RequestDepth
+from bough.draft.ngram import NGram
 from bough.engine.runner import Runner
 from bough.engine.sampler import draw
 from bough.engine.sequence import Sequence as Running
@@ -31,6 +32,7 @@ from bough.models.model import Model
 from bough.state.live import State
 
 DEEPEST = 8  # tokens in a draft
+PIECE = 8192  # tokens that a drafter without state is told of at once
 UNTOLD = 128  # tokens that may wait to be told while nothing is drafted
 PATIENCE = 2.0  # seconds that a drafter without state may take
 
@@ -103,8 +105,9 @@ class Drafting:
         if self.drafter is None or sequence.request.params.draft is None or sequence.request.score:
             return
         side = self._sides[sequence] = Side(next(self._numbers), self.depth.begin())
-        if not self.drafter.kinds:
+        if not self.drafter.kinds or self.cache is None:
             return
+        self.cache.tiers.lane.fence()
         try:
             side.state = self._restored(sequence, side, resumed)
         except PoolFull:
@@ -142,7 +145,9 @@ class Drafting:
 
     def _keep(self, sequence: Running, side: Side, *, ended: bool) -> None:
         if side.state is not None and side.whole and self.cache is not None and self.drafter is not None:
-            self.cache.admit(side.state, sequence.tokens[self.drafter.lag :], sequence.salt, ended=ended)
+            reading = not ended and sequence.computed <= len(sequence.request.prompt)
+            read = sequence.symbols if reading else sequence.tokens
+            self.cache.admit(side.state, read[self.drafter.lag :], sequence.salt, ended=ended)
 
     # A round.
 
@@ -190,6 +195,13 @@ class Drafting:
         elif side.state is not None and sequence.computed <= len(sequence.request.prompt):
             self._keep(sequence, side, ended=False)
 
+    def give_memory_back(self) -> bool:
+        """Memory is too short for drafters: those with states go on without. False: there are none."""
+        stateful = [sequence for sequence, side in self._sides.items() if side.state is not None]
+        for sequence in stateful:
+            self.park(sequence)
+        return bool(stateful)
+
     def park(self, sequence: Running) -> None:
         """Draft no more for a sequence."""
         if (side := self._sides.pop(sequence, None)) is not None:
@@ -202,14 +214,17 @@ class Drafting:
 
     def _tell(self, sequences: Sequence[Running]) -> bool:
         """Bring the drafter up to date on these texts. False: it cannot draft for them now."""
-        grown, told = [], list[tuple[Side, int]]()
+        grown, told = [], list[tuple[Side, int, bool]]()
         for sequence in sequences:
             side = self._sides[sequence]
             known = sequence.computed + 1  # the token after the last one read; without it that one's row has no pair
             if side.told < known <= len(sequence.tokens):
-                tokens, rows = sequence.tokens[side.told : known], torch.cat(side.rows) if side.rows else None
+                level = side.state is not None or known <= side.told + PIECE  # a long text is told little by little
+                upto = known if level else side.told + PIECE
+                rows = torch.cat(side.rows) if level and side.rows else None
+                tokens = sequence.tokens[side.told : upto]
                 grown.append(Grown(side.number, sequence.salt or "", tokens, rows, side.state))
-                told.append((side, known))
+                told.append((side, upto, level))
         self._make_room([len(each.tokens) for each in grown])
 
         def tell(drafter: Drafter) -> bool:
@@ -217,12 +232,12 @@ class Drafting:
             return True
 
         done = not grown or self._guarded(tell) is not None
-        for side, known in told:
+        for side, upto, level in told:
             if done:
-                side.told, side.rows = known, []
+                side.told, side.rows = upto, [] if level else side.rows
             elif side.state is not None and self.drafter is not None and not self.drafter.lag:
                 side.told = side.state.length  # memory ran out on the way; it goes on from there
-        return done
+        return done and all(level for _, _, level in told)
 
     def _make_room(self, tokens: Sequence[int]) -> None:
         """Have the cache give up what so many new tokens of each state may take. Best effort."""
@@ -231,6 +246,13 @@ class Drafting:
             pages = sum(-(-count // size) + 1 for count in tokens)
             needs = [pages if unit.is_page else len(tokens) for unit in self.cache.pool.layout.units]
             self.cache.make_room(needs)
+
+    def clear(self) -> None:
+        """Forget what was kept of texts that have ended."""
+        if self.cache is not None:
+            self.cache.clear()
+        if isinstance(self.drafter, NGram):
+            self.drafter.clear()
 
     def close(self) -> None:
         """No sequence is left."""
@@ -242,6 +264,8 @@ class Drafting:
         """What the drafter answers; None if it has no memory now, or has failed and is gone."""
         if self.drafter is None:
             return None
+        if self.cache is not None:
+            self.cache.tiers.lane.fence()
         try:
             if self.drafter.kinds:
                 return ask(self.drafter)

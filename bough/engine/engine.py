@@ -73,8 +73,10 @@ class Engine:
         )
         self._runner = Runner(self.model, pool, last_layer)
         prefixes = prefix_cache(cache, loaded, pool)
-        drafting = Drafting(drafter, self._runner, draft_cache(prefixes, draft_pool))
-        self._loop = Loop(self._runner, prefixes, drafting, max_running=self.max_running, step_tokens=self.step_tokens)
+        self.drafting = Drafting(drafter, self._runner, draft_cache(prefixes, draft_pool))
+        self._loop = Loop(
+            self._runner, prefixes, self.drafting, max_running=self.max_running, step_tokens=self.step_tokens
+        )
         self.cache = Cache(self, prefixes)
         self._grammars = Grammars(self.tokenizer, self.model.vocab_size, self.end_tokens)
 
@@ -161,8 +163,9 @@ class Engine:
         self.call(self._check)
 
     def _check(self) -> None:
-        self._runner.pool.check()
         self._loop.cache.check()
+        if self.drafting.cache is not None:
+            self.drafting.cache.check()
 
     def call(self, ask: Callable[[], Result]) -> Result:
         """Run something in the engine's thread, between two steps, and wait for what it gives."""

@@ -114,6 +114,7 @@ class Loop:
                 item()
         for sequence in [*self._running, *self._waiting]:
             sequence.handle.end(error=error)
+        self.cache.abandon()
 
     def _receive(self) -> bool:
         """Take in what was submitted, waiting if there is nothing else to do. False when the engine closes."""
@@ -175,7 +176,8 @@ class Loop:
         sequence.cuts = set(self.cache.points(match, sequence.request.boundaries))
         sequence.match = None
         self.drafting.begin(sequence, match.resumable)
-        if not sequence.written:
+        if not sequence.started:
+            sequence.started = True
             sequence.usage.matched_tokens, sequence.usage.cached_tokens = match.matched, match.resumable
             self.cache.count(match)
         return True
@@ -341,6 +343,8 @@ class Loop:
             return
         if not self._short_of_memory:
             self._short_of_memory = True  # once more, without drafts
+            return
+        if self.drafting.give_memory_back():
             return
         newest = self._running.pop()
         if self._running:
