@@ -12,7 +12,8 @@ def chart(lines: list[dict]) -> str:
     points = list(dict.fromkeys(line["point_tokens"] for line in lines))
     width, height = LEFT + len(points) * (WIDTH + GAP), TOP + len(traces) * (HEIGHT + GAP)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="10">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+        ' font-family="sans-serif" font-size="10">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for at, (name, colour) in enumerate(COLOURS.items()):

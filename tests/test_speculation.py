@@ -141,8 +141,8 @@ def test_memory_for_fewer_than_are_running(family):
             outputs = made.generate(prompts, asked)
             for prompt, theirs, ours in zip(prompts, expected, outputs, strict=True):
                 assert expect_same(family, asked, prompt, theirs, ours)
-            # Windows alone do not grow.
-            assert len(begun) > len(prompts) or family == "mistral", "nothing was short of memory"
+            # Windows alone do not grow; where slots are small, it is enough that the drafter gives its memory back.
+            assert len(begun) > len(prompts) or family in ("mistral", "lfm2"), "nothing was short of memory"
 
 
 def test_a_prompt_read_in_small_steps_beside_those_that_draft():

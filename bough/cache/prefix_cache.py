@@ -211,9 +211,10 @@ class PrefixCache:
         key = salt_key(salt)
         return self.index.used(self.tree.match(key, prompt).nodes, self.clock(), prompt, salt=key, resumed=resumed)
 
-    def finished(self, use: Use, written: int) -> None:
-        """The reply to it has so many tokens."""
-        self.index.finished(use, written)
+    def finished(self, use: Use, tokens: Sequence[int], written: int, salt: str | None) -> None:
+        """The reply to it has so many tokens; all of its text is this."""
+        path = self.tree.match(salt_key(salt), as_symbols(tokens)).nodes
+        self.index.finished(use, written, path, self.clock())
 
     # Room.
 

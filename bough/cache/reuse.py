@@ -57,8 +57,8 @@ class Use:
     """A request, or a pass over a shared prefix: something that may come back."""
 
     __slots__ = (
-        "base", "began", "bin", "curve", "drawn", "followers", "fresh", "gap", "kind", "length", "made", "nodes", "rows",
-        "since", "talk", "turn", "waiting",
+        "base", "began", "bin", "curve", "drawn", "followers", "fresh", "gap", "kind", "length", "made", "nodes",
+        "rows", "since", "talk", "turn", "waiting",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, now: float, length: int) -> None:
@@ -102,7 +102,7 @@ class Model:
 
     def rows(self, use: Use) -> Rows:
         """The rows of weights for a use: the one by age alone, the one that facts are added to, and these."""
-        keys: list[Hashable] = [("age", use.kind), ("with facts", use.kind)]
+        keys: list[tuple[Any, ...]] = [("age", use.kind), ("with facts", use.kind)]
         if use.kind is Kind.OWN:
             turn, made, length = min(use.turn, 7), steps(use.made), steps(use.length)
             keys += [
@@ -206,7 +206,7 @@ class Recall:
         return None
 
     def keep(self, salt: bytes, lengths: list[int], prints: list[int], use: Use) -> None:
-        """Recognise whoever goes on from a request, or from most of it, past what it shares with other conversations."""
+        """Recognise whoever goes on from a request, or from most of it, past what it shares with others."""
         for length in (use.length - max(1, use.length // 64), int(MOSTLY * use.length)):
             at = bisect_right(lengths, length) - 1
             if at >= 0 and lengths[at] > use.base:

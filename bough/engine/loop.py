@@ -364,7 +364,7 @@ class Loop:
             self.drafting.end(sequence)
             self.cache.admit(sequence.state, sequence.tokens, sequence.salt, ended=True)
             if sequence.use is not None:
-                self.cache.finished(sequence.use, len(sequence.written))
+                self.cache.finished(sequence.use, sequence.tokens, len(sequence.written), sequence.salt)
         self._forget(sequence)
         sequence.finish(reason)
 
