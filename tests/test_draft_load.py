@@ -187,7 +187,7 @@ def test_an_object_is_taken_as_it_is(hybrid):
 
 
 @pytest.mark.parametrize(
-    "option", ["", "mpt", "org/no-such-model", Path("/no/such/model"), 3, True, Own, object(), ["ngram"]], ids=str
+    "option", ["", "mpt", "org/no-such-model", Path("/no/such/model"), 3, True, Own, object(), ["ngram"]]
 )
 def test_anything_else_is_refused_with_what_is_allowed(hybrid, option):
     with pytest.raises(OptionError, match=r'"mtp", "assistant", "ngram", the path of a draft model'):
