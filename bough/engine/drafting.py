@@ -267,7 +267,7 @@ class Drafting:
         if self.cache is not None:
             self.cache.tiers.lane.fence()
         try:
-            if self.drafter.kinds:
+            if self.drafter.kinds or isinstance(self.drafter, NGram):  # our own, and its work is bounded
                 return ask(self.drafter)
             drafter = self.drafter
             return self._aside.ask(lambda: ask(drafter))
