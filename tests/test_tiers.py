@@ -227,7 +227,7 @@ def test_damage_is_found_counted_and_computed_again(family, opened, tmp_path, ha
         audit(watched.engine, tampered=True)
         stats = watched.engine.cache.stats()
         lost = sum(stats.get(f"extents_dropped_{why}", 0) for why in ("damaged", "truncated", "foreign", "vanished"))
-        assert lost or share < 1 or (harm, when) == (vanish, "closed")
+        assert lost or share < 1 or (harm, when) in ((vanish, "closed"), (flip, "open"))  # not all is read
         for prompt in prompts:
             assert ask(family, watched, prompt) == len(prompt) - 1
         watched.engine.close()

@@ -61,7 +61,6 @@ class Tiers:
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._loads: dict[Node, Load] = {}
         self.writer = Writer(self, shelf) if shelf is not None else None
-        self._purged = 0  # damaged extents still referred to, when it was last looked for them
         if shelf is not None:
             self._recover(shelf)
 
@@ -293,8 +292,8 @@ class Tiers:
     def settle(self) -> None:
         """Take in what the disk has done, and hand it what is to be written, as fast as it may be."""
         self.take_news()
-        if self.shelf is not None and len(self.shelf.lost) != self._purged:
-            self._purge(self.shelf)
+        if self.shelf is not None and self.shelf.lost:
+            self._purge()
         if self.writer is not None:
             self.writer.write_some()
 
@@ -335,14 +334,13 @@ class Tiers:
         while shelf.disk.free_bytes < 0 and self.evict(Tier.DISK):
             pass
 
-    def _purge(self, shelf: Shelf) -> None:
-        """Drop copies on disk that turned out to be damaged. What is pinned stays until the next time, unused."""
+    def _purge(self) -> None:
+        """Drop copies on disk that turned out to be damaged. Pinned nodes come later."""
         for node, copy in list(self._disk_copies()):
             if node.parent is not None and not copy.is_sound and not node.pins:
                 self.drop(node, Tier.DISK)
                 if node.parent is not None:
                     self.note(node)
-        self._purged = len(shelf.lost)
 
     def _disk_copies(self) -> Iterator[tuple[Node, DiskCopy]]:
         for node in self.tree.walk():
