@@ -27,6 +27,11 @@ def dear(depth: int) -> float:
     return 1 + 1.2 * depth
 
 
+def step(depth: int) -> float:
+    """To draft at all is dear, and how much makes little difference: one token never pays, several do."""
+    return 1 if depth == 0 else 2.3 + 0.05 * depth
+
+
 def expected_speed(depth: int, rate: float, cost: Cost) -> float:
     return sum(rate**i for i in range(depth + 1)) / cost(depth)
 
@@ -104,6 +109,15 @@ def test_a_knee_in_the_costs_is_found(rate):
     assert world.share_of_best > 0.96
 
 
+@pytest.mark.parametrize("each", [10**9, 40])
+def test_what_pays_only_when_deep_is_found(each):
+    """One token is worse than none, so a walk from depth to depth would never get there."""
+    world = World(0.95, step, noise=0.1)
+    assert expected_speed(1, 0.95, step) < 1 < 1.5 < world.best_fixed()[1]
+    assert world.run(48, each).tokens > 48 * 1.8, "soon"
+    assert world.run(1500, each).share_of_best > 0.93
+
+
 def test_drafts_that_cost_more_than_they_bring_are_not_made():
     world = World(1.0, dear).run(2000)
     assert world.best_fixed()[0] == 0
@@ -112,7 +126,7 @@ def test_drafts_that_cost_more_than_they_bring_are_not_made():
 
 
 @pytest.mark.parametrize("rate", [0.2, 0.5, 0.642, 0.8, 0.95])
-@pytest.mark.parametrize("cost", [linear, knee, dear])
+@pytest.mark.parametrize("cost", [linear, knee, dear, step])
 @pytest.mark.parametrize("each", [10**9, 40])
 def test_near_the_best_fixed_depth(rate, cost, each):
     """In one long request or in many short ones, which start from what the ones before taught."""

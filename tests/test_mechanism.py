@@ -548,7 +548,7 @@ def test_a_draft_costs_rows_of_inputs_not_states():
                 for e in r.inputs
             }
             assert sum(kept.values()) == sizes[-1], "whatever the inputs were part of is not kept"
-    row = 4 * (10 + (2 + 6 + 2 + 2) + 6)  # pre-conv rows; k, v, g and beta; the inputs of the short convolution
+    row = 4 * (10 + (2 + 2 + 6) + 6)  # pre-conv rows; k, g and what is changed; the inputs of the short convolution
     assert sizes == [row, 2 * row, 8 * row]
 
 

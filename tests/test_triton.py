@@ -137,17 +137,17 @@ def test_delta_in_slots_touches_no_others(rows):
 
 @kernels
 def test_recorded_rows_write_no_state():
-    rows = Rows((2, 5), (1, 1))
+    rows = Rows((2, 5, 11), (1, 1, 1))
     case = on_device(Case.of(rows))
-    data = pool(4, 4, 8, 6)
-    before, records = data.clone(), (Recording(), Recording())
-    out = twin.gated_delta(*case.inputs, rows, stored=Slots(data, (1, 2), (0, 0), records=records)).out
-    want = ops.gated_delta(*case.inputs, rows, stored=Slots(data.clone(), (1, 2), (0, 0))).out
+    data, indices = pool(4, 4, 8, 6), ((1, 2, 3), (0, 0, 0))
+    before, records, expected = data.clone(), *([Recording() for _ in rows.counts] for _ in range(2))
+    out = twin.gated_delta(*case.inputs, rows, stored=Slots(data, *indices, records=tuple(records))).out
+    want = ops.gated_delta(*case.inputs, rows, stored=Slots(data.clone(), *indices, records=tuple(expected))).out
     close(out, want)
     assert torch.equal(data, before)
-    for row, start, end in rows:
-        for ours, given in zip(records[row].inputs, (case.k, case.v, case.g, case.beta), strict=True):
-            assert torch.equal(ours, given[start:end])
+    for ours, theirs in zip(records, expected, strict=True):
+        for mine, other in zip(ours.inputs, theirs.inputs, strict=True):
+            close(mine, other)
 
 
 @kernels

@@ -2,12 +2,14 @@
 
 A draft of d tokens gives 1 + r₀ + r₀r₁ + … + r₀…r_{d−1} tokens, where r_i is how often draft token i stands once those
 before it do, and its round takes a while. Both are learnt: a request's rates from its own rounds, starting from what
-all requests taught, and the seconds from all rounds of about as many rows. Depths are tried one by one: at most one
-deeper than any measured.
+all requests taught, and the seconds from all rounds of about as many rows. The first token drafted often costs far
+more than the next ones (there is a drafter to run at all, and several rows to verify), so one token may not pay where
+several do: a deeper draft is measured as soon as it would pay if it cost no more than one token. From there depths are
+tried one by one: at most one deeper than any measured.
 
 What is not chosen is not measured, and may have changed: now and then a round is a probe of a depth beside the chosen
-one. How often depends on what that is thought to cost, so that all probes together cost a percent of speed, and less
-and less while they bring nothing new.
+one, or of the best draft where none is chosen. How often depends on what that is thought to cost, so that all probes
+together cost a percent of speed, and less and less while they bring nothing new.
 
 Told numbers, asked for one; knows no clock, no models, no tokens.
 """
@@ -21,6 +23,7 @@ REQUEST_WEIGHT = 6.0  # for how many of its own tries a request takes what other
 MEMORY = 0.96  # what a try still counts after one more
 SAMPLES = 9  # rounds of one depth whose median is its cost
 STALE = 1024  # rounds after which a depth's cost has to be measured again
+AHEAD = 3  # the depth measured where one token may not pay
 SLOPE = 0.1  # of a round's cost that one more token costs, where only one depth was measured
 GAIN = 1.02  # a deeper draft must be so much faster to be worth it
 PROBING = 0.01  # of speed that may be lost to probes
@@ -145,7 +148,10 @@ class RequestDepth:
                 return depth
         speeds = self._speeds(costs, limit)
         best = _best(speeds)
-        beside = [each for each in (best + 1, best - 1, 0) if each != best and 0 <= each < len(speeds)]
+        if costs.deepest == 1 and limit >= AHEAD and self.rates.tokens(AHEAD)[-1] > GAIN * speeds[best] * costs[1]:
+            return AHEAD
+        others = (best + 1, best - 1, 0) if best else (1 + _best(speeds[1:]),)
+        beside = [each for each in others if each != best and 0 <= each < len(speeds)]
         if not beside:
             return best
         probe = min(beside, key=costs.latest)

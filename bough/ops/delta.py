@@ -50,27 +50,32 @@ def gated_delta(
     out, scale = torch.empty_like(v, memory_format=torch.contiguous_format), q.shape[-1] ** -0.5
     for row, start, end in rows:
         state, target = slots.before(row), slots.data[slots.write[row]]
-        emit = slots.cuts_of(row, rows)
+        emit, changes = slots.cuts_of(row, rows), list[Tensor]()
         for first, last in _pieces(end - start, emit):
             piece = slice(start + first, start + last)
             advance = advance_token if last - first == 1 else advance_chunk
-            seen = advance(q[piece], k[piece], v[piece], g[piece], beta[piece], state, target)
+            seen, change = advance(q[piece], k[piece], v[piece], g[piece], beta[piece], state, target)
             torch.mul(seen, scale, out=out[piece])
+            changes.append(change)
             state = target
             if last in emit:
                 slots.data[emit[last]] = state
-        slots.record(row, *(each[start:end] for each in (k, v, g, beta)))
+        if any(slots.records):
+            slots.record(row, k[start:end], g[start:end], torch.cat(changes))
     return close_slots(out, slots, explicit)
 
 
 def replay_delta(before: Tensor, target: Tensor, inputs: Sequence[Tensor], count: int) -> None:
-    """The state after the first `count` of the recorded tokens, given the state before them."""
-    k, v, g, beta = (each[:count] for each in inputs)
-    for first, last in _pieces(count, ()):
-        piece = slice(first, last)
-        advance = advance_token if last - first == 1 else advance_chunk
-        advance(k[piece], k[piece], v[piece], g[piece], beta[piece], before, target)
-        before = target
+    """The state after the first `count` of the recorded tokens, given the state before them.
+
+    What a token changes, β (v − Sᵀk), depends on the tokens before it alone. So it was recorded, and all that is left
+    to do is to add up.
+    """
+    k, g, change = (each[:count] for each in inputs)
+    keys = _unit((k,), len(before))  # [H, n, dk]
+    left = F.pad(g[1:], (0, 0, 0, 1)).flip(0).cumsum(0).flip(0).exp()  # [n, H]: the decay after each token
+    torch.mul(before, g.sum(0).exp()[:, None, None], out=target)
+    target.baddbmm_((keys * left.T[..., None]).transpose(1, 2), change.transpose(0, 1))
 
 
 def _pieces(count: int, cuts: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -83,19 +88,26 @@ def _pieces(count: int, cuts: Iterable[int]) -> Iterator[tuple[int, int]]:
             first = last
 
 
-def advance_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, target: Tensor) -> Tensor:
-    """One token: q, k [1, Hk, dk], v [1, H, dv], g and beta [1, H] → [1, H, dv]. The new state goes to `target`."""
-    key, query = _unit(q, k, len(state)).split(1, 1)  # [H, 1, dk]
+def advance_token(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token: q, k [1, Hk, dk], v [1, H, dv], g and beta [1, H] → what it sees and what it changes, [1, H, dv] both.
+
+    The new state goes to `target`.
+    """
+    key, query = _unit((k, q), len(state)).split(1, 1)  # [H, 1, dk]
     torch.mul(state, torch.exp(g).T[..., None], out=target)
     change = (v.transpose(0, 1) - torch.bmm(key, target)) * beta.T[..., None]  # [H, 1, dv]
     target.addcmul_(key.transpose(1, 2), change)
-    return torch.bmm(query, target).transpose(0, 1)
+    return torch.bmm(query, target).transpose(0, 1), change.transpose(0, 1)
 
 
-def advance_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, target: Tensor) -> Tensor:
-    """The same for n tokens: q, k [n, Hk, dk], v [n, H, dv], g and beta [n, H] → [n, H, dv]."""
+def advance_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same for n tokens: q, k [n, Hk, dk], v [n, H, dv], g and beta [n, H] → [n, H, dv] both."""
     n, heads, width = v.shape
-    both = _unit(q, k, heads)  # [H, 2n, dk]: keys, then queries
+    both = _unit((k, q), heads)  # [H, 2n, dk]: keys, then queries
     keys = both[:, :n]
     g, beta = g.T, beta.T[..., None]  # [H, n], [H, n, 1]
     between = _decay_between(g)
@@ -111,12 +123,12 @@ def advance_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, stat
     ).transpose(1, 2)  # [H, n, dv]
     torch.mul(state, since[:, -1:], out=target)
     target.baddbmm_((keys * between[:, -1, :, None]).transpose(1, 2), change)
-    return torch.baddbmm(seen[:, 1], scores[:, 1], change).transpose(0, 1)
+    return torch.baddbmm(seen[:, 1], scores[:, 1], change).transpose(0, 1), change.transpose(0, 1)
 
 
-def _unit(q: Tensor, k: Tensor, heads: int) -> Tensor:
-    """Keys, then queries, of n tokens by v head [H, 2n, dk]: in float32 and of unit length, or shorter if near 0."""
-    both = torch.cat([k.transpose(0, 1), q.transpose(0, 1)], 1).float()  # [Hk, 2n, dk]
+def _unit(vectors: Sequence[Tensor], heads: int) -> Tensor:
+    """Keys, and queries after them, of n tokens by v head [H, 2n, dk]: in float32, of unit length or less if near 0."""
+    both = torch.cat([each.transpose(0, 1) for each in vectors], 1).float()  # [Hk, 2n, dk]
     both /= torch.hypot(torch.linalg.vector_norm(both, dim=-1, keepdim=True), ROOT_EPS)  # √(Σ x² + ε)
     if len(both) == heads:
         return both

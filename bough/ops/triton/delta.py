@@ -46,12 +46,12 @@ def _gates(a, b, rate, dt_bias):
 
 @triton.jit
 def _short_rows(
-    q, k, v, a, b, out, states, starts, counts, reads, writes, rate, dt_bias, scale,
+    q, k, v, a, b, out, changes, states, starts, counts, reads, writes, rate, dt_bias, scale,
     q_stride, k_stride, v_stride, a_stride, b_stride, slot_stride,
     heads: tl.constexpr, group: tl.constexpr, dk: tl.constexpr, dv: tl.constexpr,
-    block_k: tl.constexpr, block_v: tl.constexpr, projected: tl.constexpr,
+    block_k: tl.constexpr, block_v: tl.constexpr, projected: tl.constexpr, recorded: tl.constexpr,
 ):  # fmt: skip
-    """a and b are g and β; or, if `projected`, what these are made of."""
+    """a and b are g and β; or, if `projected`, what these are made of. If `recorded`, changes are kept."""
     row, head = tl.program_id(1), tl.program_id(0) // tl.cdiv(dv, block_v)
     ks = tl.arange(0, block_k)
     vs = tl.program_id(0) % tl.cdiv(dv, block_v) * block_v + tl.arange(0, block_v)
@@ -78,6 +78,8 @@ def _short_rows(
         state = state * decay + key[:, None] * change[None, :]
         said = heard * decay + change * tl.sum(key * query, 0)
         tl.store(out + (t * heads + head) * dv + vs, said, mask=vs < dv)
+        if recorded:
+            tl.store(changes + (t * heads + head) * dv + vs, change, mask=vs < dv)
     if target >= 0:
         tl.store(states + target * slot_stride + at, state, mask=inside)
 
@@ -97,12 +99,14 @@ def gated_delta(
     slots = open_slots("gated_delta", rows, stored, explicit)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     short, long = plan(rows, slots, chunk_tokens(v.dtype))
+    changes = v.new_empty(v.shape, dtype=torch.float32) if any(slots.records) else None
     if len(short.start):
-        advance_short(q, k, v, g, beta, out, slots.data, *short)
+        advance_short(q, k, v, g, beta, out, slots.data, *short, changes=changes)
     if len(long.read):
         advance_long(q, k, v, g, beta, out, slots.data, long)
-    for row, start, end in rows:
-        slots.record(row, *(each[start:end] for each in (k, v, g, beta)))
+    if changes is not None:  # of rows that are recorded, all of which are among the short ones
+        for row, start, end in rows:
+            slots.record(row, *(each[start:end] for each in (k, g, changes)))
     return close_slots(out, slots, explicit)
 
 
@@ -119,8 +123,12 @@ def advance_short(
     read: Tensor,
     write: Tensor,
     gates: tuple[Tensor, Tensor] | None = None,
+    changes: Tensor | None = None,
 ) -> None:
-    """Rows of a few tokens: g and β in `a` and `b`; or their projections, with the layer's rate and dt_bias."""
+    """Rows of a few tokens: g and β in `a` and `b`; or their projections, with the layer's rate and dt_bias.
+
+    What each token changes goes to `changes`, where that is wanted.
+    """
     (total, k_heads, dk), (_, heads, dv) = k.shape, v.shape
     for each in (q, k, v):
         assert each.stride(2) == 1 and each.stride(1) == each.shape[2]
@@ -129,10 +137,10 @@ def advance_short(
     fits = CARRIED // block_k // (1 if total == len(start) else 2)
     block_v = max(1, min(triton.next_power_of_2(dv), fits))
     _short_rows[heads * triton.cdiv(dv, block_v), len(start)](
-        q, k, v, a, b, out, states, start, count, read, write, *(gates or (None, None)), dk**-0.5,
+        q, k, v, a, b, out, changes, states, start, count, read, write, *(gates or (None, None)), dk**-0.5,
         q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), states.stride(0),
         heads=heads, group=heads // k_heads, dk=dk, dv=dv, block_k=block_k, block_v=block_v,
-        projected=gates is not None, num_warps=1,
+        projected=gates is not None, recorded=changes is not None, num_warps=1,
     )  # fmt: skip
 
 

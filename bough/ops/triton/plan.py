@@ -71,7 +71,7 @@ def _plan(
     sources, ends = [], [0]
     for row, start, end in rows:
         cuts = rows.cuts_of(row)
-        if end - start <= SHORT and not cuts:
+        if (end - start <= SHORT or write[row] == NONE) and not cuts:
             short.append((start, end - start, read[row], write[row]))
             continue
         slot_at = dict(zip(cuts, cut[row] if cut else (), strict=True))
