@@ -8,7 +8,6 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -16,7 +15,6 @@ from typing import TypeVar
 from torch import Tensor
 
 from bough.cache.prefix_cache import PrefixCache
-from bough.cache.tree import common
 from bough.draft import Draft
 from bough.engine.drafting import Drafting
 from bough.engine.request import Handle
@@ -24,14 +22,13 @@ from bough.engine.runner import Runner
 from bough.engine.scheduler import plan
 from bough.engine.sequence import Sequence
 from bough.engine.verify import verify
+from bough.engine.waiting import Waiting
 from bough.errors import BadLogits, PoolFull, RequestError
 from bough.state.live import State
 from bough.state.transaction import Transaction
 
 Result = TypeVar("Result")
 PACE = 0.02  # seconds between looks at a disk that is being written to, when there is nothing else to do
-WORTH_WAITING = 256  # tokens that another is about to read, or half of what there is to read
-MOST_TRIES = 3  # to bring back what the cache has of a request, before it makes do with what is on the device
 
 
 class Loop:
@@ -43,10 +40,10 @@ class Loop:
         self.runner, self.cache, self.drafting = runner, cache, drafting
         self.max_running, self.step_tokens = max_running, step_tokens
         self._inbox: queue.SimpleQueue[Sequence | Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = Waiting(runner, cache, drafting)
         self._running: list[Sequence] = []
-        self._preempted: set[Sequence] = set()  # those among the waiting that had to give their memory back
         self._short_of_memory = False  # too short to draft
+        self._steps = 0
         self._closed = False
         self._gate = threading.Lock()  # nothing is put into the inbox after the order to close
         self._thread = threading.Thread(target=self._work, name="bough-engine", daemon=True)
@@ -78,6 +75,11 @@ class Loop:
                 raise RequestError("the engine is closed; load it again")
             self._inbox.put(item)
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many requests wait, and how many run."""
+        return self._inbox.qsize() + len(self._waiting), len(self._running)
+
     def close(self) -> None:
         """Cancel what is under way and wait for the thread to end."""
         with self._gate:
@@ -91,7 +93,7 @@ class Loop:
             while self._receive():
                 self.cache.tiers.settle()
                 self._drop_unwanted()
-                self._start()
+                self._waiting.start(self._running, self.max_running)
                 self._step()
             for sequence in [*self._running, *self._waiting]:
                 sequence.cut_off()
@@ -118,8 +120,7 @@ class Loop:
 
     def _receive(self) -> bool:
         """Take in what was submitted, waiting if there is nothing else to do. False when the engine closes."""
-        loading = (sequence.match is not None and not sequence.match.ready for sequence in self._waiting)
-        idle = not self._running and all(loading)
+        idle = not self._running and self._waiting.is_idle
         while idle or not self._inbox.empty():
             try:
                 item = self._inbox.get(timeout=PACE if self.cache.tiers.busy else None)
@@ -140,73 +141,10 @@ class Loop:
                 sequence.cut_off()
                 self._end(sequence, "cancelled" if sequence.handle.cancelled else "deadline")
 
-    def _start(self) -> None:
-        """Start waiting sequences. One that had to give its memory back waits until another has ended.
-
-        Those that wait for a disk, or for another's prefill of what they begin with, let others pass.
-        """
-        for sequence in list(self._waiting):
-            if len(self._running) == self.max_running or (sequence in self._preempted and self._running):
-                return
-            if self._is_resumable(sequence):
-                self._waiting.remove(sequence)
-                self._preempted.discard(sequence)
-                self._running.append(sequence)
-
-    def _is_resumable(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence the state that it goes on from, if that is there by now."""
-        if sequence.request.score:  # every token's hidden row is wanted
-            sequence.state = State(self.runner.pool)
-            return True
-        if sequence.match is None:
-            if self._follows(sequence):
-                return False
-            everywhere = sequence.tries < MOST_TRIES
-            sequence.match = self.cache.acquire(sequence.tokens, sequence.salt, everywhere=everywhere)
-            sequence.tries += 1
-        match = sequence.match
-        if not match.ready:
-            return False
-        if not self.cache.is_here(match):
-            self.cache.release(match)
-            sequence.match = None
-            return self._is_resumable(sequence)
-        sequence.state = State(self.runner.pool)
-        self.cache.restore(match, sequence.state)
-        sequence.cuts = set(self.cache.points(match, sequence.request.boundaries))
-        sequence.match = None
-        self.drafting.begin(sequence, match.resumable)
-        if not sequence.started:
-            sequence.started = True
-            sequence.usage.matched_tokens, sequence.usage.cached_tokens = match.matched, match.resumable
-            self.cache.count(match)
-        return True
-
-    def _follows(self, sequence: Sequence) -> bool:
-        """Whether to wait for a running prefill of the same beginning, which then leaves a resume point there."""
-        if not self.cache.enabled:
-            return False
-        if sequence.leader is not None:
-            other, at = sequence.leader
-            if other in self._running and other.computed < at:
-                return True
-            sequence.leader = None
-            return False  # it went as far as it would
-        tokens, resumable = sequence.symbols, self.cache.peek(sequence.symbols, sequence.salt)
-        for other in self._running:
-            if other.pending <= 1 or other.salt != sequence.salt:
-                continue
-            at = min(common(tokens, other.symbols), len(tokens) - 1)
-            gain = at - resumable
-            if other.computed < at and gain > 0 and gain >= min(WORTH_WAITING, (len(tokens) - resumable) // 2):
-                other.cuts.add(at)
-                sequence.leader = other, at
-                return True
-        return False
-
     def _step(self) -> None:
         """One forward over what is planned. Whatever goes wrong ends those requests, not the engine."""
-        rows = plan(self._running, self.step_tokens)
+        self._steps += 1
+        rows = plan(self._running, self.step_tokens, self._steps)
         try:
             self._advance(rows)
             self._short_of_memory = False
@@ -334,12 +272,7 @@ class Loop:
         """
         if error.needs and self.cache.make_room(error.needs):
             return
-        if any(sequence.match is not None for sequence in self._waiting):
-            for sequence in self._waiting:
-                if sequence.match is not None:
-                    self.cache.release(sequence.match)
-                    sequence.match = None
-                    self._preempted.add(sequence)
+        if self._waiting.give_up_finds():
             return
         if not self._short_of_memory:
             self._short_of_memory = True  # once more, without drafts
@@ -352,8 +285,7 @@ class Loop:
             self.cache.admit(_state(newest), newest.tokens, newest.salt, ended=True)
             newest.release()
             newest.scores = []
-            self._preempted.add(newest)
-            self._waiting.appendleft(newest)
+            self._waiting.put_back(newest)
         else:
             self.drafting.park(newest)
             newest.fail(error)
@@ -375,13 +307,10 @@ class Loop:
             sequence.fail(error)
 
     def _forget(self, sequence: Sequence) -> None:
-        self._preempted.discard(sequence)
-        if sequence.match is not None:
-            self.cache.release(sequence.match)
-            sequence.match = None
+        self._waiting.release(sequence)
         if sequence in self._running:
             self._running.remove(sequence)
-            self._preempted.clear()  # there is room again
+            self._waiting.has_room()
         else:
             self._waiting.remove(sequence)
 

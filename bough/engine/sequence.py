@@ -36,6 +36,7 @@ class Sequence:
         self.cuts: set[int] = set()  # lengths at which its prefill leaves resume points
         self.leader: tuple[Sequence, int] | None = None  # whose prefill it waits for, and up to where
         self.tries = 0  # to get from the cache what it has
+        self.passed = 0  # how often one that came later started before it
         self.started = False  # whether it has run before
         self.use: Use | None = None  # as the cache learns from it, once the prompt is read
         self.usage = Usage(prompt_tokens=len(self.request.prompt))
