@@ -48,6 +48,10 @@ class Grown:
     hidden: "Tensor | None" = None
     state: "State | None" = None  # the drafter's own, exactly if it has kinds
 
+    @property
+    def own(self) -> "State":
+        return _there(self.state)
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -57,6 +61,15 @@ class Wanted:
     most: int  # tokens
     target: "State | None" = None  # the target's, to be read; it holds all tokens but the last
     state: "State | None" = None  # the drafter's own, exactly if it has kinds
+
+    @property
+    def own(self) -> "State":
+        return _there(self.state)
+
+
+def _there(state: "State | None") -> "State":
+    assert state is not None, "a drafter with kinds is given its state"
+    return state
 
 
 class Drafter(Protocol):

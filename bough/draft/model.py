@@ -48,7 +48,7 @@ class ModelDrafter:
         for until they are.
         """
         told = [row for row in rows if row.tokens]
-        states = [_own(row) for row in told]
+        states = [row.own for row in told]
         starts = [state.length for state in states]
         ends = [start + len(row.tokens) for start, row in zip(starts, told, strict=True)]
         for row in told:
@@ -72,7 +72,7 @@ class ModelDrafter:
     def propose(self, rows: Sequence[Wanted], choose: Choose) -> Sequence[Draft]:
         """As many tokens as were asked for, or fewer where memory or what the model can read comes to an end."""
         drafts: list[Draft] = [[] for _ in rows]
-        most = [min(row.most, self.model.context - _own(row).length + 1) for row in rows]
+        most = [min(row.most, self.model.context - row.own.length + 1) for row in rows]
         asked = [i for i, row in enumerate(rows) if most[i] > 0 and row.sequence in self._last]
         if not asked:
             return drafts
@@ -82,7 +82,7 @@ class ModelDrafter:
         ids[:, 0] = choose(self._logits(hidden), asked, 0)
         made = 1
         with suppress(PoolFull), ExitStack() as undo:
-            tried = [self._trial(_own(rows[i]), undo) for i in asked if most[i] > 1]
+            tried = [self._trial(rows[i].own, undo) for i in asked if most[i] > 1]
             for depth in range(1, most[asked[0]]):
                 deeper = [i for i in asked if most[i] > depth]
                 fed = ids[: len(deeper), depth - 1].clamp(max=self.model.vocab_size - 1)
@@ -111,8 +111,3 @@ class ModelDrafter:
         logits = self.model.logits(hidden)
         more = self._vocabulary - logits.shape[-1]  # below 0: some are cut off
         return F.pad(logits, (0, more), value=float("-inf")) if more else logits
-
-
-def _own(row: Grown | Wanted) -> State:
-    assert row.state is not None, "a drafter with kinds is given its state"
-    return row.state

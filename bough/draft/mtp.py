@@ -23,7 +23,6 @@ from bough.models.model import Model
 from bough.models.qwen3_next import Layer, Qwen3Next, SparseMLP
 from bough.models.weights import Weights
 from bough.state.kinds import Kind
-from bough.state.live import State
 from bough.state.reservation import forward
 from bough.state.step import Step
 
@@ -111,7 +110,7 @@ class MTPDrafter:
             self.close(row.sequence)  # until its new end has been computed
         if not grown:
             return
-        batch = [(_own(row), row.tokens[-len(hidden) :]) for row, hidden in grown]
+        batch = [(row.own, row.tokens[-len(hidden) :]) for row, hidden in grown]
         with forward(batch[0][0].pool, batch) as step:
             out = self.head(step, torch.cat([hidden for _, hidden in grown]))
         for (row, _), (_, _, end) in zip(grown, step.rows, strict=True):
@@ -125,7 +124,7 @@ class MTPDrafter:
         if not asked:
             return drafts
         hidden = torch.stack([self._last[rows[i].sequence] for i in asked])
-        states = [_own(rows[i]) for i in asked]
+        states = [rows[i].own for i in asked]
         lengths = [state.length for state in states]
         columns: list[Tensor] = []
         try:
@@ -143,8 +142,3 @@ class MTPDrafter:
 
     def close(self, sequence: int) -> None:
         self._last.pop(sequence, None)
-
-
-def _own(row: Grown | Wanted) -> State:
-    assert row.state is not None, "a drafter with kinds is given its state"
-    return row.state

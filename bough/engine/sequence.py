@@ -80,11 +80,6 @@ class Sequence:
     def salt(self) -> str | None:
         return self.request.params.cache_salt
 
-    @property
-    def sampling(self) -> RowSampling:
-        """How the next token is chosen."""
-        return self.sampling_at(0)
-
     def sampling_at(self, depth: int, drafted: Tokens[int] = (), allowed: Tensor | None = None) -> RowSampling:
         """How the token after so many more is chosen, if these are what was drafted, and this is what may follow."""
         index = len(self.tokens) - len(self.request.prompt) + depth

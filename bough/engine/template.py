@@ -108,13 +108,6 @@ class ChatTemplate:
         later = [Place(kept.char + split.char, kept.token + split.token) for split in splits]
         return Transcript(text, [*transcript.tokens, *reply][: kept.token] + tokens, earlier + later)
 
-    def tokens_and_boundaries(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **extra: Any
-    ) -> tuple[list[int], list[int]]:
-        """The tokens of a prompt and its turn boundaries."""
-        transcript = self.prompt(messages, tools=tools, **extra)
-        return transcript.tokens, self.boundaries(transcript, messages, tools=tools, **extra)
-
     def boundaries(
         self,
         transcript: Transcript,

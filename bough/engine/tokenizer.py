@@ -147,10 +147,6 @@ class Tokenizer:
         alone, twice = self.decode([token], skip_special=False), self.decode([token, token], skip_special=False)
         return twice[len(alone) :].encode()
 
-    def token_text(self, token: int) -> str:
-        """What one token adds to the middle of a text, parts of characters shown as U+FFFD."""
-        return self.token_bytes(token).decode(errors="replace")
-
     def is_byte(self, token: int) -> bool:
         """Whether this is one of the 256 tokens that a byte-fallback tokenizer has for single bytes."""
         return self._byte_fallback and _BYTE_TOKEN.fullmatch(self._core.id_to_token(token) or "") is not None
