@@ -338,6 +338,17 @@ def test_why(family, watched):
     assert list(reasons(opened, prompt)) == ["evicted", "last token"]
 
 
+def test_why_evicted_where_what_was_known_went_on_otherwise(family, watched):
+    """What was evicted is told from what never was, at the token."""
+    prompt, other = some(30), some(12, seed=1)
+    ask(family, watched, prompt)
+    watched.engine.cache.clear()
+    told = reasons(watched.engine, [*prompt[:17], *other])
+    assert told == {"evicted": (0, 17), "never seen": (17, 28), "last token": (28, 29)}
+    assert reasons(watched.engine, prompt[:9]) == {"evicted": (0, 8), "last token": (8, 9)}
+    assert reasons(watched.engine, other) == {"never seen": (0, 11), "last token": (11, 12)}
+
+
 def test_why_evicted(family):
     with engine(family, running=1, device_bytes=2 * room(family, 60, page_tokens=4, running=1)) as opened:
         watched, prompt = Watched(opened), some(40)

@@ -47,9 +47,7 @@ def explain(cache: "PrefixCache", tokens: Symbols, salt: bytes) -> Explanation:
     if resumable < min(walk.matched, last):
         detail = _no_point(cache, tokens, salt, resumable)
         losses.append(Loss(resumable, min(walk.matched, last), "no resume point", detail))
-    if walk.matched < last:
-        reason, detail = _unmatched(cache, tokens, salt, walk.matched)
-        losses.append(Loss(walk.matched, last, reason, detail))
+    losses += _unmatched(cache, tokens, salt, walk.matched, last)
     if len(tokens) == 1:
         losses.append(Loss(0, 1, "too short", "a single token is always computed: its logits are needed"))
     else:
@@ -73,13 +71,21 @@ def _no_point(cache: "PrefixCache", tokens: Symbols, salt: bytes, resumable: int
     return f"the one at {grave.length} left {grave.tier.name.lower()} {_ago(cache, grave.when)}"
 
 
-def _unmatched(cache: "PrefixCache", tokens: Symbols, salt: bytes, matched: int) -> tuple[str, str]:
-    elsewhere = max((cache.tree.match(other, tokens).matched for other in cache.tree.roots if other != salt), default=0)
-    if grave := cache.ledger.find(salt, tokens, matched, "node"):
-        return "evicted", f"up to {grave.length} was known; it left {grave.tier.name.lower()} {_ago(cache, grave.when)}"
-    if elsewhere > matched:
-        return "salted", f"another cache_salt has {elsewhere} of these tokens; salts share nothing"
-    return "never seen", "no earlier request went on like this"
+def _unmatched(cache: "PrefixCache", tokens: Symbols, salt: bytes, matched: int, last: int) -> list[Loss]:
+    """Why [matched, last) is not known: what was once, and what never was."""
+    losses = []
+    if matched < last and (lost := cache.ledger.find(salt, tokens, matched, "node")):
+        end = min(lost.length, last)
+        losses.append(Loss(matched, end, "evicted", f"it left {lost.tier.name.lower()} {_ago(cache, lost.when)}"))
+        matched = end
+    if matched < last:
+        others = (cache.tree.match(other, tokens).matched for other in cache.tree.roots if other != salt)
+        if (elsewhere := max(others, default=0)) > matched:
+            detail = f"another cache_salt has {elsewhere} of these tokens; salts share nothing"
+            losses.append(Loss(matched, last, "salted", detail))
+        else:
+            losses.append(Loss(matched, last, "never seen", "no earlier request went on like this"))
+    return losses
 
 
 def _ago(cache: "PrefixCache", when: float) -> str:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from bough.cache.extent import PathDigest
-from bough.cache.tree import Node, Symbols, Tier
+from bough.cache.tree import Node, Symbols, Tier, common
 
 REMEMBERED = 4096  # evictions
+EDGE = 1024  # symbols of each that are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,39 +19,53 @@ class Grave:
     what: str
     tier: Tier  # the last that had it
     when: float
+    start: int  # what is before it is in its key
+    edge: Symbols
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A part of a prompt that was known once: up to which length, and when and where it was lost."""
+
     length: int
+    tier: Tier
+    when: float
 
 
 class Ledger:
-    """Counters by name, and the latest evictions by the path they ended."""
+    """Counters by name, and the latest evictions by the path up to where they began."""
 
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter()
         self._graves: OrderedDict[bytes, Grave] = OrderedDict()
-        self._lengths: Counter[int] = Counter()
+        self._starts: Counter[int] = Counter()
 
     def count(self, name: str, by: int = 1) -> None:
         self.counters[name] += by
 
     def bury(self, node: Node, tier: Tier, what: str, now: float) -> None:
+        """Remember a node by its path and first symbol, or its resume point by its whole path."""
         tokens = np.concatenate([each.symbols for each in node.path()])
-        key = PathDigest(node.root().salt, tokens).digest()
+        known = node.start + 1 if what == "node" else node.end
+        key = PathDigest(node.root().salt, tokens[:known]).digest() + what.encode()
         if old := self._graves.pop(key, None):
-            self._lengths[old.length] -= 1
-        self._graves[key] = Grave(what, tier, now, node.end)
-        self._lengths[node.end] += 1
+            self._starts[old.start] -= 1
+        self._graves[key] = Grave(what, tier, now, known, tokens[known : known + EDGE].copy())
+        self._starts[known] += 1
         while len(self._graves) > REMEMBERED:
             _, oldest = self._graves.popitem(last=False)
-            self._lengths[oldest.length] -= 1
+            self._starts[oldest.start] -= 1
 
-    def find(self, salt: bytes, tokens: Symbols, after: int, what: str) -> Grave | None:
+    def find(self, salt: bytes, tokens: Symbols, after: int, what: str) -> Trace | None:
         """The longest prefix of the tokens, above this length, whose eviction is remembered."""
-        lengths = sorted(at for at, count in self._lengths.items() if count and after < at <= len(tokens))
+        starts = sorted(at for at, count in self._starts.items() if count and after < at <= len(tokens))
         path, at, found = PathDigest(salt), 0, None
-        for length in lengths:
-            path.extend(tokens[at:length])
-            at = length
-            grave = self._graves.get(path.digest())
-            if grave is not None and grave.what == what:
-                found = grave
+        for start in starts:
+            path.extend(tokens[at:start])
+            at = start
+            grave = self._graves.get(path.digest() + what.encode())
+            if grave is not None:
+                length = start + (common(grave.edge, tokens[start:]) if what == "node" else 0)
+                if found is None or length > found.length:
+                    found = Trace(length, grave.tier, grave.when)
         return found
