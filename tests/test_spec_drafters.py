@@ -164,6 +164,9 @@ def test_a_draft_model_reads_what_is_new_and_no_more(name):
         fed.clear()
         made.generate([*PROMPT, *first, 5, 6, 7], GREEDY)
         assert sum(fed) == 3 + len(first), "new tokens of the prompt, and the reply"
+        fed.clear()
+        assert made.generate(PROMPT, GREEDY).tokens == first
+        assert sum(fed) == 1 + len(first), "the same prompt again: its last token, and the reply"
 
 
 @pytest.fixture(scope="module")

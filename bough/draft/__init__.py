@@ -47,6 +47,7 @@ class Grown:
     tokens: Sequence[int]
     hidden: "Tensor | None" = None
     state: "State | None" = None  # the drafter's own, exactly if it has kinds
+    cuts: Sequence[int] = ()  # lengths at which the state is to have resume points, if it is fed past them
 
     @property
     def own(self) -> "State":

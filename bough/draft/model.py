@@ -54,14 +54,15 @@ class ModelDrafter:
         for row in told:
             self.close(row.sequence)  # until its new end has been computed
         while behind := [i for i, state in enumerate(states) if state.length < min(ends[i], self.model.context)]:
-            batch, room = [], self._step_tokens
+            batch, cuts, room = [], [], self._step_tokens
             for i in behind:
                 length = states[i].length
                 count = min(room, ends[i] - length, self.model.context - length)
                 piece = told[i].tokens[length - starts[i] : length - starts[i] + count]
                 batch.append((states[i], [min(token, self.model.vocab_size - 1) for token in piece]))
+                cuts.append([cut for cut in told[i].cuts if length < cut <= length + count])
                 room -= count
-            with forward(states[0].pool, batch) as step:
+            with forward(states[0].pool, batch, cuts=cuts) as step:
                 hidden = self.model(step)
             for place, _, end in step.rows:
                 i = behind[place]

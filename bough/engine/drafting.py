@@ -83,6 +83,7 @@ class Side:
     whole: bool = True  # whether the state holds the text from its beginning
     told: int = 0  # tokens of the text that the drafter knows of
     rows: list[Tensor] = field(default_factory=list)  # hidden rows it has yet to be told of
+    cuts: list[int] = field(default_factory=list)  # lengths at which the drafter's state is to have resume points
 
 
 class Drafting:
@@ -122,6 +123,7 @@ class Drafting:
         state, lag = State(self.cache.pool), self.drafter.lag
         known = sequence.tokens[lag : lag + resumed + 1] if lag else sequence.tokens
         match = self.cache.acquire(known, sequence.salt)
+        side.cuts = self.cache.points(match, sequence.request.boundaries)
         last = self.runner.last_row(sequence.state) if lag and resumed else None
         if match.resumable >= resumed - (last is not None) or not lag:
             self.cache.restore(match, state)
@@ -223,9 +225,10 @@ class Drafting:
                 upto = known if level else side.told + PIECE
                 rows = torch.cat(side.rows) if level and side.rows else None
                 tokens = sequence.tokens[side.told : upto]
-                grown.append(Grown(side.number, sequence.salt or "", tokens, rows, side.state))
+                cuts = [cut for cut in side.cuts if side.told < cut <= upto]
+                grown.append(Grown(side.number, sequence.salt or "", tokens, rows, side.state, cuts))
                 told.append((side, upto, level))
-        self._make_room([len(each.tokens) for each in grown])
+        self._make_room([len(each.tokens) for each in grown], points=sum(len(each.cuts) for each in grown))
 
         def tell(drafter: Drafter) -> bool:
             drafter.committed(grown)
@@ -239,9 +242,10 @@ class Drafting:
                 side.told = side.state.length  # memory ran out on the way; it goes on from there
         return done and all(level for _, _, level in told)
 
-    def _make_room(self, tokens: Sequence[int]) -> None:
-        """Have the cache give up what so many new tokens of each state may take. Best effort."""
+    def _make_room(self, tokens: Sequence[int], points: int = 0) -> None:
+        """Have the cache give up what so many new tokens of each state, and resume points, may take. Best effort."""
         if self.cache is not None and tokens:
+            self.cache.make_points_room(points)
             size = self.cache.pool.layout.page_tokens
             pages = sum(-(-count // size) + 1 for count in tokens)
             needs = [pages if unit.is_page else len(tokens) for unit in self.cache.pool.layout.units]
