@@ -1,6 +1,7 @@
 """A model that writes what a script says: each token has one that follows it, whatever came before.
 
-Its chat template ends with a token that chooses the script: by the role of the last message, tools, and thinking.
+Its chat template ends with a token that chooses the script: by the role of the last message, tools, and thinking,
+which the template may also have `opened`.
 """
 
 import json
@@ -25,7 +26,8 @@ TEMPLATE = (
     "{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
     "{% endfor %}" + END + "\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if messages[-1].role == 'tool' %}<|answers|>{% elif tools %}<|calls|>{% elif enable_thinking %}<|thinks|>"
+    "{% if opened %}<think>{% elif messages[-1].role == 'tool' %}<|answers|>"
+    "{% elif tools %}<|calls|>{% elif enable_thinking %}<|thinks|>"
     "{% elif 'endless' in messages[-1].content %}<|endless|>{% else %}<|plain|>{% endif %}{% endif %}"
 )
 
@@ -61,5 +63,8 @@ def scripted_folder(folder: Path) -> Path:
             follows |= dict(pairwise(tokens))
         for token, after in follows.items():
             model.lm_head.weight[after, token] = 1.0
+        # Where it may not say anything before its call, it calls at once; other than its script it writes, of what it
+        # may, the token with the lowest id.
+        model.lm_head.weight[core.token_to_id("<tool_call>"), core.token_to_id("<|calls|>")] = 0.5
     model.save_pretrained(folder)
     return folder

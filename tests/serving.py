@@ -3,9 +3,11 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import uvicorn
@@ -14,6 +16,8 @@ from bough import Engine
 from bough.server.app import create_app
 from bough.server.generation import Service
 from bough.server.settings import Settings
+
+PATIENCE = 60.0  # seconds for what should take a moment
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,17 @@ class Live:
     engine: Engine
     service: Service
     client: httpx.Client
+
+    def ended(self, reason: str) -> float:
+        """How many requests have ended so."""
+        labels = {"finish_reason": reason}
+        return self.service.metrics.registry.get_sample_value("bough_requests_total", labels) or 0
+
+    def all_cancelled(self) -> bool:
+        return all(handle.cancelled for each in list(self.service.running) for handle in each.handles)
+
+    def is_idle(self) -> bool:
+        return not self.service.running
 
 
 @contextmanager
@@ -43,3 +58,33 @@ def serving(engine: Engine, settings: Settings | None = None) -> Iterator[Live]:
             server.should_exit = True
             thread.join(20)
             assert not thread.is_alive(), "the server did not end"
+
+
+@contextmanager
+def held(engine: Engine, after: int = 0) -> Iterator[None]:
+    """Let the engine do so many more forwards, and the next only when the block ends: what runs until then goes on
+    running, on the fastest of machines. Whatever asks the engine's thread (the cache's counters do) waits as well.
+    """
+    runner, goes_on = engine._runner, threading.Event()
+    forward, left = runner.forward, after
+
+    def wait(*given: Any) -> Any:
+        nonlocal left
+        left -= 1
+        assert left >= 0 or goes_on.wait(PATIENCE), "nobody let the engine go on"
+        return forward(*given)
+
+    runner.forward = wait
+    try:
+        yield
+    finally:
+        del runner.forward
+        goes_on.set()
+
+
+def until(true: Callable[[], object]) -> bool:
+    """Whether something comes true, however long a slow machine takes."""
+    end = time.monotonic() + PATIENCE
+    while not true() and time.monotonic() < end:
+        time.sleep(0.005)
+    return bool(true())

@@ -2,13 +2,12 @@
 
 import asyncio
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
 import pytest
 from scripted import scripted_folder
-from serving import Live, serving
+from serving import Live, held, serving, until
 
 from bough import CacheConfig, Engine, SamplingParams
 from bough.engine.template import ChatTemplate
@@ -19,7 +18,7 @@ MARK = {"type": "ephemeral"}
 WEATHER = {
     "name": "weather",
     "description": "How it is there",
-    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "input_schema": {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]},
 }
 LONG = "the old bear runs away from the lazy dog in the dark forest " * 3
 
@@ -140,6 +139,33 @@ def test_tools_are_called_and_answered(scripted, told, streamed):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "kinds", "given"),
+    [
+        ({"type": "auto"}, ["text", "tool_use"], {"city": "Paris"}),
+        ({"type": "any"}, ["tool_use"], {"city": "Paris"}),
+        ({"type": "any", "disable_parallel_tool_use": True}, ["tool_use"], {"city": "Paris"}),
+        ({"type": "tool", "name": "weather"}, ["tool_use"], {"city": "Paris"}),
+        ({"type": "tool", "name": "light"}, ["tool_use"], {"on": False}),
+        ({"type": "none"}, ["text"], None),
+    ],
+)
+def test_calls_can_be_forced(scripted, told, choice, kinds, given, streamed):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    tools = [WEATHER, {"name": "light", "input_schema": schema}]
+    asked = {"model": scripted.engine.name, "max_tokens": 200, "messages": FOX, "tools": tools, "tool_choice": choice}
+    if streamed:
+        with told.messages.stream(**asked) as stream:
+            answer = stream.get_final_message()
+    else:
+        answer = told.messages.create(**asked)
+    assert [block.type for block in answer.content] == kinds
+    assert answer.stop_reason == ("tool_use" if given else "end_turn")
+    assert given is None or answer.content[-1].input == given
+
+
+@pytest.mark.parametrize("streamed", [False, True])
 def test_thinking_has_a_block_of_its_own(scripted, told, streamed):
     asked = {"model": scripted.engine.name, "max_tokens": 50, "messages": FOX, "thinking": {"type": "adaptive"}}
     if streamed:
@@ -219,6 +245,17 @@ def test_a_mark_on_the_request_is_one_on_its_end(live, client):
     assert ask(live, client, messages=chat).usage.cache_read_input_tokens > 50
 
 
+def test_nothing_is_cached_where_there_is_no_cache(hybrid_folder):
+    off = CacheConfig(enabled=False, device_bytes=64 << 20)
+    with (
+        Engine.load(hybrid_folder, dtype="float32", cache=off) as engine,
+        serving(engine) as live,
+        anthropic.Anthropic(base_url=live.url, api_key="any", max_retries=0) as client,
+    ):
+        usage = ask(live, client, messages=[{"role": "user", "content": LONG}], cache_control=MARK).usage
+    assert usage.cache_creation_input_tokens == usage.cache_read_input_tokens == 0 < usage.input_tokens
+
+
 def test_marks_of_tools(scripted, told):
     tools = [{**WEATHER, "name": f"tool_{at}"} for at in range(3)]
     tools[1] = {**tools[1], "cache_control": MARK}
@@ -243,7 +280,10 @@ def test_errors(live, client):
     refused(bad, lambda: ask(live, client, messages=[{"role": "robot", "content": "x"}]), "messages[0].role")
     refused(bad, lambda: ask(live, client, messages=[{"role": "assistant", "content": "x"}]), "nothing to answer")
     refused(bad, lambda: ask(live, client, messages=[{"role": "user", "content": "word " * 5000}]), "shorten it")
-    refused(bad, lambda: ask(live, client, tools=[WEATHER], tool_choice={"type": "any"}), "tool_choice")
+    refused(bad, lambda: ask(live, client, tool_choice={"type": "any"}), "where no tools are given")
+    refused(bad, lambda: ask(live, client, tools=[WEATHER], tool_choice={"type": "tool", "name": "x"}), "not 'x'")
+    refused(bad, lambda: ask(live, client, tools=[WEATHER], tool_choice={"type": "tool"}), "tool_choice.name")
+    refused(bad, lambda: ask(live, client, tools=[WEATHER], tool_choice={"type": "any"}), "no known way of calling")
     refused(bad, lambda: ask(live, client, tools=[{"type": "bash_20250124", "name": "bash"}]), "tools[0].type")
     marked = [{"role": "user", "content": [text_block("a", cache_control=MARK)] * 5}]
     refused(bad, lambda: ask(live, client, messages=marked), "5 blocks have cache_control")
@@ -277,27 +317,31 @@ def test_parallel_requests_get_what_they_would_alone(live, client):
 
 
 def test_a_client_that_leaves_stops_the_work(scripted, told):
-    stream = ask(scripted, told, messages=[{"role": "user", "content": "endless"}], max_tokens=10**6, stream=True)
-    for _ in range(4):
-        next(stream)
-    stream.close()
-    until = time.monotonic() + 20
-    while scripted.service.running and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not scripted.service.running
+    before = scripted.ended("cancelled")
+    with held(scripted.engine, after=8):
+        stream = ask(scripted, told, messages=[{"role": "user", "content": "endless"}], max_tokens=10**6, stream=True)
+        for _ in range(4):
+            next(stream)
+        stream.close()
+        assert until(scripted.all_cancelled)
+    assert until(scripted.is_idle) and scripted.ended("cancelled") == before + 1
     scripted.engine.check()
 
 
 def test_a_stream_that_breaks_says_so(scripted, told):
-    stream = ask(scripted, told, messages=[{"role": "user", "content": "endless"}], max_tokens=10**6, stream=True)
-    next(stream)
-    scripted.service.cancel_all()
+    with held(scripted.engine, after=4):
+        stream = ask(scripted, told, messages=[{"role": "user", "content": "endless"}], max_tokens=10**6, stream=True)
+        next(stream)
+        scripted.service.cancel_all()
     with pytest.raises(anthropic.APIStatusError, match="shutting down"):
         list(stream)
 
 
 def test_models_are_listed(live, client):
-    assert [model.id for model in client.models.list()] == [live.engine.name]
+    [model] = client.models.list()
+    assert (model.id, model.display_name, model.type) == (live.engine.name, live.engine.name, "model")
+    assert model.created_at.year > 2000 and client.models.retrieve(model.id).id == model.id
+    assert ask(live, client)._request_id.startswith("req-")
 
 
 def test_json_schemas(live, client):

@@ -1,14 +1,13 @@
 """The real `ollama` client against a live server."""
 
 import asyncio
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import ollama
 import pytest
 from scripted import scripted_folder
-from serving import Live, serving
+from serving import held, serving, until
 
 from bough import CacheConfig, Engine, SamplingParams
 from bough.engine.template import ChatTemplate
@@ -53,14 +52,6 @@ def client(live):
 def told(scripted):
     with ollama.Client(scripted.url, timeout=60) as client:
         yield client
-
-
-def idle(live: Live) -> bool:
-    """Whether nothing runs any more, after a while at most."""
-    until = time.monotonic() + 20
-    while live.service.running and time.monotonic() < until:
-        time.sleep(0.01)
-    return not live.service.running
 
 
 def test_chat_is_what_the_engine_writes(live, client):
@@ -198,6 +189,16 @@ def test_errors(live, client):
     refused(lambda: client.embed(name, "text"), 400, "does not support embeddings")
     refused(lambda: client.embeddings(name, "text"), 400, "does not support embeddings")
     refused(lambda: client.chat(name, HELLO, options={"temperature": -1}), 400, "options.temperature")
+    for option, wrong in (
+        ("presence_penalty", 3.0), ("presence_penalty", -1e38), ("frequency_penalty", 1e38), ("repeat_penalty", 0.0),
+        ("repeat_penalty", 1e38), ("temperature", 1e39), ("top_k", -2), ("top_p", 1.5), ("min_p", -0.1),
+        ("num_predict", -3), ("num_predict", 2**63), ("num_ctx", -1), ("seed", 2**63), ("stop", ["x"] * 65),
+        ("stop", [""]),
+    ):  # fmt: skip
+        asked = {"messages": HELLO, "options": {option: wrong}}
+        for stream in (True, False):
+            answer = live.client.post("/api/chat", json=asked | {"stream": stream})
+            assert answer.status_code == 400 and answer.json()["error"].startswith(f"options.{option}"), answer.text
     refused(lambda: client.chat(name, HELLO, think=True), 400, "does not support thinking")
     refused(lambda: client.generate(name, "a", suffix="b"), 400, "suffix")
     refused(lambda: client.generate(name, "a", template="b"), 400, "template")
@@ -240,17 +241,21 @@ def test_parallel_requests_get_what_they_would_alone(live, client):
 
 
 def test_a_client_that_leaves_stops_the_work(told, scripted):
-    stream = told.chat(scripted.engine.name, [{"role": "user", "content": "endless"}], stream=True)
-    assert [next(stream).message.content for _ in range(3)]
-    stream.close()
-    assert idle(scripted)
+    before = scripted.ended("cancelled")
+    with held(scripted.engine, after=8):
+        stream = told.chat(scripted.engine.name, [{"role": "user", "content": "endless"}], stream=True)
+        assert [next(stream).message.content for _ in range(3)]
+        stream.close()
+        assert until(scripted.all_cancelled)
+    assert until(scripted.is_idle) and scripted.ended("cancelled") == before + 1
     scripted.engine.check()
 
 
 def test_a_stream_that_breaks_says_so(told, scripted):
-    stream = told.chat(scripted.engine.name, [{"role": "user", "content": "endless"}], stream=True)
-    next(stream)
-    scripted.service.cancel_all()
+    with held(scripted.engine, after=4):
+        stream = told.chat(scripted.engine.name, [{"role": "user", "content": "endless"}], stream=True)
+        next(stream)
+        scripted.service.cancel_all()
     with pytest.raises(ollama.ResponseError, match="shutting down"):
         list(stream)
 

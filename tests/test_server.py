@@ -1,5 +1,6 @@
 """The server around the APIs: who may ask, limits, operations, and its document, which a fuzzer is let loose on."""
 
+import io
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -17,12 +19,13 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from prometheus_client.parser import text_string_to_metric_families
 from schemathesis import GenerationMode
-from serving import serving
+from serving import held, serving, until
 from test_cli import bough
 
 from bough import CacheConfig, Engine, SamplingParams
 from bough.errors import OptionError
 from bough.server.app import APIS
+from bough.server.logs import log_to
 from bough.server.settings import Settings
 
 
@@ -67,9 +70,13 @@ def test_request_ids(live):
 
 
 def test_the_log_has_one_line_a_request(live, caplog):
+    def noted(name: str) -> list[dict]:
+        return [record.facts for record in list(caplog.records) if getattr(record, "facts", {}).get("id") == name]
+
     with caplog.at_level(logging.INFO, "bough.server"):
         live.client.post("/v1/completions", json=asking(), headers={"X-Request-Id": "one"})
-    [facts] = [record.facts for record in caplog.records if record.facts["id"] == "one"]
+        until(lambda: noted("one"))  # it is written when the answer has been sent
+    [facts] = noted("one")
     assert facts["status"] == 200 and facts["completion_tokens"] == 3 and facts["path"] == "/v1/completions"
     assert "fox" not in str(facts)
 
@@ -130,15 +137,39 @@ def test_a_body_without_a_length_is_limited_too(live):
 
 
 def test_a_full_queue_is_told(live):
-    with httpx.Client(base_url=live.url) as other:
-        long = asking(n=6, max_tokens=90, stream=True, ignore_eos=True, temperature=1)
-        with other.stream("POST", "/v1/completions", json=long) as stream:
-            next(stream.iter_lines())
-            refused = live.client.post("/v1/completions", json=asking())
-            assert refused.status_code == 429 and refused.headers["retry-after"]
-            assert "try again" in refused.json()["error"]["message"]
-            running = live.client.get("/metrics").text
-    assert float(re.search(r"^bough_requests_(?:running) (\S+)", running, re.M)[1]) > 0
+    long = asking(n=6, max_tokens=90, stream=True, ignore_eos=True, temperature=1)
+    with held(live.engine), live.client.stream("POST", "/v1/completions", json=long):
+        refused = httpx.post(live.url + "/v1/completions", json=asking())
+        assert refused.status_code == 429 and refused.headers["retry-after"]
+        assert "try again" in refused.json()["error"]["message"]
+    assert until(live.is_idle)
+    assert live.client.post("/v1/completions", json=asking()).status_code == 200
+
+
+def test_what_waits_and_what_runs_is_counted(live):
+    def busy() -> list[float]:
+        names = ["bough_requests_waiting", "bough_requests_running"]
+        only = live.service.metrics.registry.restricted_registry(names)  # the cache's would ask the engine's thread
+        found = {sample.name: sample.value for family in only.collect() for sample in family.samples}
+        return [found[name] for name in names]
+
+    long = asking(n=6, max_tokens=90, stream=True, ignore_eos=True)
+    with held(live.engine, after=2), live.client.stream("POST", "/v1/completions", json=long):
+        assert until(lambda: sum(each := busy()) == 6 and 1 <= each[1] <= live.engine.max_running)
+    assert until(live.is_idle) and until(lambda: busy() == [0, 0])
+
+
+def test_nothing_but_news_is_logged():
+    loggers = [logging.getLogger(name) for name in ("bough", "uvicorn", "asyncio")]
+    before = [(each.handlers, each.propagate, each.level, each.filters[:]) for each in loggers]
+    try:
+        log_to(told := io.StringIO(), as_json=True)
+        for text in ("socket.send() raised exception.", "socket.send() raised another exception."):
+            loggers[-1].warning(text)
+    finally:
+        for each, kept in zip(loggers, before, strict=True):
+            each.handlers, each.propagate, each.level, each.filters = kept
+    assert [json.loads(line)["event"] for line in told.getvalue().splitlines()] == [text]
 
 
 ENDPOINTS = [each for api in APIS for each in api.endpoints]
@@ -198,6 +229,21 @@ def test_keys(engine):
             assert [each["id"] for each in listed] == ["m", "alias"]
 
 
+def test_the_cache_can_be_looked_into_with_a_key(engine, monkeypatch):
+    with serving(engine, Settings(api_keys=("öne",))) as live:
+        for key, status, said in (
+            ([], 1, "asks for an API key; give one of its own with --api-key, or as BOUGH_API_KEY"),
+            (["--api-key", "other"], 1, "does not know this API key"),
+            (["--api-key", "a\nb"], 1, "no request can carry"),
+            (["--api-key", "öne"], 0, ""),
+        ):
+            for command in (["tree"], ["stats"], ["explain", "the fox"]):
+                done = bough("cache", *command, "--url", live.url, *key)
+                assert done.exit_code == status and said in " ".join(done.stderr.split()), done.stderr
+        monkeypatch.setenv("BOUGH_API_KEY", "öne")
+        assert bough("cache", "stats", "--url", live.url).exit_code == 0
+
+
 def test_each_key_has_a_cache_of_its_own(engine):
     with serving(engine, Settings(api_keys=("one", "two"))) as live:
         one, two = ({"x-api-key": key} for key in ("one", "two"))
@@ -218,13 +264,15 @@ def test_each_key_has_a_cache_of_its_own(engine):
 
 
 def test_a_server_that_stops_tells_its_streams(engine):
-    with serving(engine) as live, httpx.Client(base_url=live.url) as client:
-        body = asking(stream=True, max_tokens=90, ignore_eos=True)
-        with client.stream("POST", "/v1/completions", json=body) as stream:
+    body = asking(stream=True, max_tokens=90, ignore_eos=True, return_token_ids=True)
+    with serving(engine) as live, ExitStack() as hold:
+        hold.enter_context(held(engine, after=2))
+        with live.client.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
             live.service.closing = True
             live.service.cancel_all()
+            hold.close()
             last = [line for line in lines if line][-1]
     assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
 

@@ -37,6 +37,9 @@ Lines = Callable[[], Iterable[str | Text]]
 
 Disk = Annotated[Path | None, typer.Option(metavar="FOLDER", help="The folder of a disk cache; it may be in use.")]
 Url = Annotated[str | None, typer.Option(help="A running server, e.g. http://127.0.0.1:8080.")]
+Key = Annotated[
+    str | None, typer.Option("--api-key", envvar="BOUGH_API_KEY", help="A key of the server.", show_envvar=True)
+]
 Json = Annotated[bool, typer.Option("--json", help="For machines: one line of JSON.")]
 ModelOption = Annotated[
     str | None, typer.Option("--model", help="A model folder or .gguf file, for its tokenizer alone; or 'bundled'.")
@@ -52,13 +55,14 @@ def tree(
     disk: Disk = None,
     url: Url = None,
     model: ModelOption = None,
+    api_key: Key = None,
     most: Annotated[int, typer.Option(min=1, help="Show at most so many nodes of a model.")] = 1000,
     as_json: Json = False,
 ) -> None:
     """Draw what is held: token ranges, where it is (* where it can be resumed), bytes, and when it was last used."""
     tokenizer = None if model is None else _tokenizer(model)
     if url is not None:
-        rows = _ask(_one(disk, url), f"cache?most={most}")
+        rows = _ask(_one(disk, url), api_key, f"cache?most={most}")
         _print(rows, as_json, _readable(lambda: _drawn(rows, tokenizer)))
         return
     models = stored_models(_folder(disk))
@@ -73,10 +77,10 @@ def tree(
     "   [bold]bough cache stats --url http://127.0.0.1:8080 --json[/bold]"
 )
 @friendly
-def stats(disk: Disk = None, url: Url = None, as_json: Json = False) -> None:
+def stats(disk: Disk = None, url: Url = None, api_key: Key = None, as_json: Json = False) -> None:
     """Count what is held, and what went right and wrong."""
     if url is not None:
-        counters = _ask(_one(disk, url), "cache/stats")
+        counters = _ask(_one(disk, url), api_key, "cache/stats")
         _print(counters, as_json, _readable(lambda: _counted(counters)))
         return
     models = stored_models(_folder(disk))
@@ -98,6 +102,7 @@ def explain(
     ] = None,
     disk: Disk = None,
     url: Url = None,
+    api_key: Key = None,
     model: ModelOption = None,
     tokens: Annotated[str | None, typer.Option(help="The prompt as token ids, e.g. 1,2,3.")] = None,
     system: Annotated[str | None, typer.Option(help="The system prompt of the chat.")] = None,
@@ -111,7 +116,7 @@ def explain(
     tokenizer = None if model is None else _tokenizer(model)
     asked = _token_list(tokens) if tokens is not None else _tokens(str(prompt), tokenizer, system, raw)
     if url is not None:
-        told = _ask(_one(disk, url), "cache/explain", {"prompt": asked, "cache_salt": salt})
+        told = _ask(_one(disk, url), api_key, "cache/explain", {"prompt": asked, "cache_salt": salt})
         _print(told, as_json, _readable(lambda: map(printable, _explanation(told).lines())))
         return
     if isinstance(asked, str):
@@ -187,12 +192,16 @@ def _explained(model: StoredModel, tokens: list[int], salt: bytes, tokenizer: To
 # A running server.
 
 
-def _ask(url: str, what: str, body: dict[str, Any] | None = None) -> Any:
+def _ask(url: str, key: str | None, what: str, body: dict[str, Any] | None = None) -> Any:
     """What the server answers: JSON, as `engine.cache` gives it."""
     if not url.startswith(("http://", "https://")):
         raise OptionError(f"{url!r} is no address of a server; write http://127.0.0.1:8080")
     data = None if body is None else json.dumps(body).encode()
     headers = {} if data is None else {"Content-Type": "application/json"}
+    if key is not None:
+        if not key.isprintable():
+            raise OptionError("the API key has characters in it that no request can carry; give it as it is printed")
+        headers["Authorization"] = "Bearer " + key.encode().decode("latin-1")  # headers are bytes
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         request = urllib.request.Request(f"{url.rstrip('/')}/{what}", data, headers)
@@ -201,6 +210,9 @@ def _ask(url: str, what: str, body: dict[str, Any] | None = None) -> Any:
     except urllib.error.HTTPError as error:
         with error:
             said = printable(error.read(300).decode(errors="replace"))
+        if error.code == 401:
+            wrong = "asks for an API key" if key is None else "does not know this API key"
+            raise RequestError(f"{url} {wrong}; give one of its own with --api-key, or as BOUGH_API_KEY") from None
         raise RequestError(f"{url} refused with status {error.code}: {said or error.reason}") from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error

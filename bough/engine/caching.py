@@ -97,6 +97,11 @@ class Cache:
         self._engine, self._cache = engine, cache
 
     @property
+    def enabled(self) -> bool:
+        """Whether anything is kept from one request for another."""
+        return self._cache.enabled
+
+    @property
     def places_points(self) -> bool:
         """Whether prefills leave resume points, so that it is of use to name the boundaries of a prompt."""
         return self._cache.enabled and self._cache.has_points

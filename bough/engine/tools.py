@@ -217,9 +217,7 @@ class Reader:
     ) -> None:
         if not tools:  # what looks like a call is none, and marks that no text shows stay unseen
             dialect = replace(dialect, calls=None)
-        opening = dialect.thinking and dialect.thinking[0].strip()
-        end = tokenizer.decode(list(prompt[-PROMPT_END:]), skip_special=False).rstrip()
-        self._splitter = Splitter(dialect, _named(tools), thinking=bool(opening and end.endswith(opening)))
+        self._splitter = Splitter(dialect, _named(tools), thinking=begins_thinking(tokenizer, dialect, prompt))
         special = tokenizer.special_ids
         marks = {token for mark in dialect.marks for token in tokenizer.encode(mark, special=False)} & special
         self._hidden = special - marks
@@ -241,6 +239,13 @@ class Reader:
             text, stopped = self._stops.push(self._text.finish())
             parts = self._splitter.push(text if stopped else text + self._stops.finish())
         return parts + self._splitter.finish()
+
+
+def begins_thinking(tokenizer: Tokenizer, dialect: Dialect, prompt: Sequence[int]) -> bool:
+    """Whether a prompt ends with the mark that opens the thinking."""
+    opening = dialect.thinking and dialect.thinking[0].strip()
+    end = tokenizer.decode(list(prompt[-PROMPT_END:]), skip_special=False).rstrip()
+    return bool(opening and end.endswith(opening))
 
 
 def _named(tools: Sequence[Mapping[str, Any]] | None) -> Tools:

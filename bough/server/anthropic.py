@@ -19,7 +19,6 @@ from bough.server.errors import ApiError
 from bough.server.generation import Generation, Prompt
 
 EVENTS = "text/event-stream"
-ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -35,8 +34,10 @@ async def messages(call: Call) -> Response:
     service.require_model(body.get("model"))
     params = asked.sampling(body, service.engine.defaults, call.salt())
     chat = asked.chat(body)
+    forced, several = asked.forced_tools(body, chat), asked.several_calls(body)
     prompt, marked = await asked.prompt(chat, body, service)
-    read = replies.reader(service, prompt, params, chat.functions())
+    params = replies.constrained(params, service, prompt, forced, several=several)
+    read = replies.reader(service, prompt, params, chat.functions(), several=several)
     answer = Answer(call, prompt, marked, params, read)
     generation = await service.start([(prompt, params)])
     if body.get("stream"):
@@ -103,9 +104,7 @@ class Answer:
         if isinstance(part, Thought):
             return {"type": "thinking", "thinking": part.text, "signature": ""}
         self.called = True
-        # Nine characters, as some templates take no other number; see CALL_ID.
-        name = "toolu_" + "".join(secrets.choice(ID_LETTERS) for _ in range(asked.CALL_ID))
-        return {"type": "tool_use", "id": name, "name": part.name, "input": part.arguments}
+        return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": part.name, "input": part.arguments}
 
     def ending(self, output: Output) -> dict[str, Any]:
         """Why the message ended."""

@@ -5,7 +5,7 @@ common with the render of the chat that is cut there. What cannot be honoured is
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from bough.engine.template import ChatTemplate, Transcript
 from bough.errors import TemplateError
 from bough.server.errors import ApiError
 from bough.server.generation import Prompt, Service
-from bough.server.openai_requests import LEAST_TOP_P
+from bough.server.openai_requests import LEAST_TOP_P, template_id
 from bough.server.schema import Either, Flag, Invalid, Listed, Number, Record, Shape, Text, Whole
 
 MARK = Record({}, open=True, about="a place at which other requests will go on differently")
@@ -50,7 +50,14 @@ COUNTED: dict[str, Shape] = {
     ),
     "system": BLOCKS,
     "tools": Listed(TOOL),
-    "tool_choice": Record({"type": Text(("auto", "none", "any", "tool"))}, ("type",)),
+    "tool_choice": Record(
+        {
+            "type": Text(("auto", "none", "any", "tool")),
+            "name": Text(about="of the tool"),
+            "disable_parallel_tool_use": Flag(about="true: at most one call"),
+        },
+        ("type",),
+    ),
     "thinking": Record({"type": Text(("enabled", "disabled", "adaptive"))}, ("type",)),
     "cache_control": Record({}, open=True, about="marks the last block"),
     "output_config": Record(
@@ -70,7 +77,6 @@ MESSAGES = Record(
     },
     needed=("messages", "max_tokens"),
 )
-CALL_ID = 9  # characters of an id that templates see: some take no other number
 MOST_MARKS = 4  # as Anthropic has it; each costs a render of the chat
 OTHER = "\x00"  # a text that begins like no other
 
@@ -149,10 +155,7 @@ class Chat:
 
 
 def chat(body: Mapping[str, Any]) -> Chat:
-    choice = body.get("tool_choice", {}).get("type", "auto")
-    if choice in ("any", "tool"):
-        raise Invalid("tool_choice.type", "auto or none: a call cannot be forced")
-    tools = [] if choice == "none" else body.get("tools", [])
+    tools = [] if body.get("tool_choice", {}).get("type") == "none" else body.get("tools", [])
     for at, tool in enumerate(tools):
         if tool.get("type", "custom") != "custom":
             raise Invalid(f"tools[{at}].type", "custom: the server has no tools of its own", tool["type"])
@@ -161,6 +164,26 @@ def chat(body: Mapping[str, Any]) -> Chat:
     if found.marks > MOST_MARKS:
         raise ApiError(400, f"{found.marks} blocks have cache_control, and {MOST_MARKS} may; leave the others out")
     return found
+
+
+def forced_tools(body: Mapping[str, Any], asked: Chat) -> list[dict[str, Any]]:
+    """Those of which one has to be called; empty: it is up to the model."""
+    choice = body.get("tool_choice", {"type": "auto"})
+    if choice["type"] in ("auto", "none"):
+        return []
+    tools = asked.functions() or []
+    if not tools:
+        raise Invalid("tool_choice.type", "auto or none where no tools are given")
+    found = [tool for tool in tools if choice["type"] == "any" or tool["function"]["name"] == choice.get("name")]
+    if not found:
+        raise Invalid("tool_choice.name", "the name of one of the tools", choice.get("name"))
+    return found
+
+
+def several_calls(body: Mapping[str, Any]) -> bool:
+    """Whether a reply may have more calls than one; it is asked for one where the tool is named."""
+    choice = body.get("tool_choice", {"type": "auto"})
+    return choice["type"] != "tool" and not choice.get("disable_parallel_tool_use", False)
 
 
 def _blocks(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -202,14 +225,14 @@ def _call(block: Mapping[str, Any], path: str) -> dict[str, Any]:
         if not block.get(name):
             raise Invalid(f"{path}.{name}", "given")
     function = {"name": block["name"], "arguments": block.get("input", {})}
-    return {"type": "function", "id": block["id"][-CALL_ID:], "function": function}
+    return {"type": "function", "id": template_id(block["id"]), "function": function}
 
 
 def _result(block: Mapping[str, Any], path: str) -> dict[str, Any]:
     if not block.get("tool_use_id"):
         raise Invalid(f"{path}.tool_use_id", "given")
     texts = [_text(each, f"{path}.content[{at}]") for at, each in enumerate(_blocks(block.get("content", [])))]
-    return {"role": "tool", "tool_call_id": block["tool_use_id"][-CALL_ID:], "content": texts}
+    return {"role": "tool", "tool_call_id": template_id(block["tool_use_id"]), "content": texts}
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,10 +242,9 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _options(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables for the chat template. Where the text has to follow a grammar there is no room for thinking."""
-    if _schema(body):
-        return {"enable_thinking": False}
-    return {"enable_thinking": body["thinking"]["type"] != "disabled"} if "thinking" in body else {}
+    """Variables for the chat template. Where the text has to follow a grammar, there is thinking if it is asked for."""
+    thinking = body.get("thinking", {"type": "disabled"} if _schema(body) else None)
+    return {} if thinking is None else {"enable_thinking": thinking["type"] != "disabled"}
 
 
 async def prompt(asked: Chat, body: Mapping[str, Any], service: Service) -> tuple[Prompt, int]:
@@ -246,11 +268,11 @@ def _prompt(asked: Chat, mark_last: bool, options: dict[str, Any], service: Serv
         transcript = Transcript(text, *tokenizer.encode_split(text))
     tokens = service.checked(transcript.tokens)
     cuts = {_common(template, tokens, cut, options) for cut in asked.marked(last=mark_last)}
-    found: list[int] = []
-    if service.engine.cache.places_points:
+    found: Iterable[int] = cuts  # no others, which would take the place of these: a prompt has few resume points
+    if not cuts and service.engine.cache.places_points:
         found = template.boundaries(transcript, messages, tools=tools, **options)
-    boundaries = sorted({at for at in (*found, *cuts) if 0 < at < len(tokens)})
-    return Prompt(tokens, tuple(boundaries)), max(cuts, default=0)
+    boundaries = tuple(sorted({at for at in found if 0 < at < len(tokens)}))
+    return Prompt(tokens, boundaries), max(cuts, default=0) if service.engine.cache.enabled else 0
 
 
 def _common(template: ChatTemplate, tokens: Sequence[int], cut: Chat, options: dict[str, Any]) -> int:

@@ -39,6 +39,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, Invalid):
         return ApiError(400, str(error), param=error.path or None)
+    if isinstance(error, RecursionError):
+        return ApiError(400, "something in the request is nested too deeply; flatten it")
     if isinstance(error, PromptTooLong):
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, PoolFull):

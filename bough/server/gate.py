@@ -48,7 +48,8 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = context.id
+                for name in ("X-Request-Id", "Request-Id"):  # as OpenAI's and Anthropic's clients look for it
+                    MutableHeaders(scope=message)[name] = context.id
             await send(message)
 
         try:

@@ -32,6 +32,11 @@ class Lines(logging.Formatter):
         return time.strftime("%H:%M:%S ", time.localtime(record.created)) + lead + text + trace
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not what asyncio says when several pieces were ready for a client that has left."""
+    return record.msg != "socket.send() raised exception."
+
+
 def log_to(stream: TextIO, *, as_json: bool) -> None:
     """Send what the server and the libraries below it have to say to a stream."""
     handler = logging.StreamHandler(stream)
@@ -40,3 +45,4 @@ def log_to(stream: TextIO, *, as_json: bool) -> None:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
+    logging.getLogger("asyncio").addFilter(_is_news)

@@ -33,8 +33,10 @@ class Metrics:
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.registry = CollectorRegistry()
-        self.waiting = Gauge("bough_requests_waiting", "Requests of which nothing was read yet", registry=self.registry)
-        self.running = Gauge("bough_requests_running", "Requests that are being worked on", registry=self.registry)
+        waiting = Gauge("bough_requests_waiting", "Requests that wait for their turn", registry=self.registry)
+        waiting.set_function(lambda: engine.busy[0])
+        running = Gauge("bough_requests_running", "Requests that are being worked on", registry=self.registry)
+        running.set_function(lambda: engine.busy[1])
         self._ended = Counter(
             "bough_requests", "Requests that ended, by the reason", ["finish_reason"], registry=self.registry
         )

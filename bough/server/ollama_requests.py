@@ -14,7 +14,7 @@ from bough.engine.tokenizer import Tokenizer
 from bough.engine.tools import Dialect
 from bough.errors import TemplateError
 from bough.server.generation import Prompt, Service
-from bough.server.openai_requests import LEAST_TOP_P, SIXTY_FOUR_BITS, TOKEN, TOOL
+from bough.server.openai_requests import LEAST_TOP_P, PENALTY, REPETITION, SIXTY_FOUR_BITS, STOP, TOKEN, TOOL
 from bough.server.schema import Either, Flag, Invalid, Listed, Number, Record, Shape, Text, Whole
 
 OPTIONS = Record(
@@ -25,12 +25,10 @@ OPTIONS = Record(
         "top_p": Number(0, 1),
         "min_p": Number(0, 1),
         "seed": Whole(*SIXTY_FOUR_BITS, about="below 0: a fresh one"),
-        "stop": Either(
-            (Text(least=1), Listed(Text(least=1), most=64)), "a string that is not empty, or a list of them"
-        ),
-        "repeat_penalty": Number(0, above=True),
-        "presence_penalty": Number(),
-        "frequency_penalty": Number(),
+        "stop": STOP,
+        "repeat_penalty": REPETITION,
+        "presence_penalty": PENALTY,
+        "frequency_penalty": PENALTY,
         "num_ctx": Whole(0, about="ignored: the context is as the server was started"),
     }
 )
@@ -110,7 +108,7 @@ def sampling(body: Mapping[str, Any], defaults: SamplingParams, salt: str | None
 
 
 def template_options(body: Mapping[str, Any], service: Service) -> dict[str, Any]:
-    """Variables for the chat template. Where the text has to follow a grammar there is no room for thinking."""
+    """Variables for the chat template. Where the text has to follow a grammar, there is thinking if it is asked for."""
     think = body.get("think", False if body.get("format") else None)
     if think is None:
         return {}

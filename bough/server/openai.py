@@ -4,6 +4,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.responses import Response
@@ -28,11 +29,12 @@ async def chat(call: Call) -> Response:
     service.require_model(body.get("model"))
     engine = service.engine
     salt = call.salt(body.get("cache_salt"))
-    params = asked.chat_sampling(body, engine.defaults, salt, engine.context)
-    tools = asked.chat_tools(body)
+    params = asked.chat_sampling(body, engine.defaults, salt, service.most_tokens)
+    tools, forced, several = asked.chat_tools(body), asked.forced_tools(body), asked.several_calls(body)
     prompt = await service.chat_prompt(asked.chat_messages(body), tools, asked.template_options(body))
+    params = replies.constrained(params, service, prompt, forced, several=several)
     generation = await service.start([(prompt, each) for each in asked.choices(params, body.get("n", 1))])
-    readers = [replies.reader(service, prompt, params, tools) for _ in generation.handles]
+    readers = [replies.reader(service, prompt, params, tools, several=several) for _ in generation.handles]
     return await _answer(call, ChatAnswer(call, generation, readers))
 
 
@@ -46,7 +48,10 @@ async def complete(call: Call) -> Response:
 
 
 async def models(call: Call) -> Response:
-    return Json({"object": "list", "data": [_model(call, name) for name in call.service.names]})
+    """In a form that is both OpenAI's and Anthropic's."""
+    names = call.service.names
+    pages = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+    return Json({"object": "list", "data": [_model(call, name) for name in names]} | pages)
 
 
 async def model(call: Call) -> Response:
@@ -59,6 +64,8 @@ async def model(call: Call) -> Response:
 def _model(call: Call, name: str) -> dict[str, Any]:
     service = call.service
     about = {"id": name, "object": "model", "created": service.started, "owned_by": "bough"}
+    created = datetime.fromtimestamp(service.started, UTC).isoformat().replace("+00:00", "Z")
+    about |= {"type": "model", "display_name": name, "created_at": created}
     return about | {"max_model_len": service.engine.context}
 
 

@@ -4,7 +4,9 @@ Fields of others that clients of such servers send (top_k, min_p, cache_salt ...
 is refused rather than ignored; names that nobody here knows are ignored, as OpenAI does.
 """
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,6 +17,13 @@ from bough.server.schema import Either, Flag, Invalid, Listed, Number, Record, S
 LEAST_TOP_P = 1e-9  # the likeliest token alone, which is what 0 asks for
 SIXTY_FOUR_BITS = (-(2**63), 2**63 - 1)
 
+# Beyond these the sampler could not compute, and no text would make sense any more.
+PENALTY = Number(-2, 2)
+REPETITION = Number(0.01, 100, about="1: none")
+STOP = Either(
+    (Text(least=1), Listed(Text(least=1), most=64)), "a string that is not empty, or a list of at most 64 of them"
+)
+
 SAMPLING: dict[str, Shape] = {
     "model": Text(about="the name that /v1/models tells; none: the one there is"),
     "max_tokens": Whole(0, about="the most tokens to write; 0: only read the prompt"),
@@ -22,11 +31,11 @@ SAMPLING: dict[str, Shape] = {
     "top_p": Number(0, 1),
     "top_k": Whole(-1, about="0 or -1: all"),
     "min_p": Number(0, 1),
-    "presence_penalty": Number(-2, 2),
-    "frequency_penalty": Number(-2, 2),
-    "repetition_penalty": Number(0.01, 100, about="1: none"),
+    "presence_penalty": PENALTY,
+    "frequency_penalty": PENALTY,
+    "repetition_penalty": REPETITION,
     "seed": Whole(*SIXTY_FOUR_BITS, about="the same seed gives the same text; choice i has seed + i"),
-    "stop": Either((Text(least=1), Listed(Text(least=1), most=64)), "a string that is not empty, or a list of them"),
+    "stop": STOP,
     "n": Whole(1, 128, about="how many continuations to write"),
     "stream": Flag(),
     "stream_options": Record({"include_usage": Flag()}),
@@ -53,7 +62,7 @@ TOOL_CALL = Record(
     needed=("function",),
     open=True,
 )
-PART = Record({"type": Text(("text",)), "text": Text()}, needed=("type", "text"))
+PART = Record({"type": Text(("text",), about="the model reads nothing else"), "text": Text()}, needed=("type", "text"))
 MESSAGE = Record(
     {
         "role": Text(least=1, about="system, user, assistant, tool, or what else the chat template knows"),
@@ -78,6 +87,7 @@ CHAT = Record(
         "top_logprobs": Whole(0, 20, about="needs logprobs"),
         "tools": Listed(TOOL),
         "tool_choice": Either((Text(("none", "auto", "required")), NAMED_TOOL), "none, auto, required or a function"),
+        "parallel_tool_calls": Flag(about="false: at most one call"),
         "response_format": Record(
             {
                 "type": Text(("text", "json_object", "json_schema")),
@@ -85,7 +95,8 @@ CHAT = Record(
             },
             needed=("type",),
         ),
-        "reasoning_effort": Text(about="a variable of the chat template"),
+        "functions": Listed(Record({}), about="the older form of tools; not supported: has to be empty"),
+        "reasoning_effort": Text(about="a variable of the chat template; none: no thinking"),
         "chat_template_kwargs": Record({}, open=True, about="variables of the chat template"),
     },
     needed=("messages",),
@@ -109,6 +120,8 @@ COMPLETION = Record(
 
 
 def chat_sampling(body: Mapping[str, Any], defaults: SamplingParams, salt: str | None, context: int) -> SamplingParams:
+    if body.get("functions"):
+        raise Invalid("functions", "empty: give tools instead")
     if body.get("top_logprobs") is not None and not body.get("logprobs"):
         raise Invalid("top_logprobs", "left out when logprobs is not true")
     most = body.get("max_completion_tokens", body.get("max_tokens", context))
@@ -172,8 +185,22 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     role = "system" if message["role"] == "developer" else message["role"]
     plain = {**message, "role": role, "content": content or ""}
     if message.get("tool_calls"):
-        plain["tool_calls"] = [{**call, "function": _function(call["function"])} for call in message["tool_calls"]]
+        plain["tool_calls"] = [_called(call) for call in message["tool_calls"]]
+    if message.get("tool_call_id") is not None:
+        plain["tool_call_id"] = template_id(message["tool_call_id"])
     return plain
+
+
+def _called(call: Mapping[str, Any]) -> dict[str, Any]:
+    named = {"id": template_id(call["id"])} if call.get("id") is not None else {}
+    return {**call, **named, "function": _function(call["function"])}
+
+
+def template_id(given: str) -> str:
+    """The id of a call as chat templates get it: nine letters and digits, since some take nothing else."""
+    if re.fullmatch("[a-zA-Z0-9]{9}", given):
+        return given
+    return hashlib.sha256(given.encode(errors="backslashreplace")).hexdigest()[:9]
 
 
 def _function(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,15 +214,35 @@ def _function(function: Mapping[str, Any]) -> dict[str, Any]:
 def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
     """Variables for the chat template."""
     effort = {"reasoning_effort": body["reasoning_effort"]} if "reasoning_effort" in body else {}
+    if effort.get("reasoning_effort") == "none":
+        effort["enable_thinking"] = False
     return effort | body.get("chat_template_kwargs", {})
 
 
 def chat_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The tools that the model is told of."""
-    choice = body.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise Invalid("tool_choice", "auto or none: a call cannot be forced")
-    return None if choice == "none" else body.get("tools") or None
+    return None if body.get("tool_choice") == "none" else body.get("tools") or None
+
+
+def forced_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those of which one has to be called; empty: it is up to the model."""
+    choice, tools = body.get("tool_choice", "auto"), body.get("tools", [])
+    if choice in ("auto", "none"):
+        return []
+    if not tools:
+        raise Invalid("tool_choice", "auto or none where no tools are given")
+    if choice == "required":
+        return list(tools)
+    name = choice["function"]["name"]
+    found = [tool for tool in tools if tool["function"]["name"] == name]
+    if not found:
+        raise Invalid("tool_choice.function.name", "the name of one of the tools", name)
+    return found[:1]
+
+
+def several_calls(body: Mapping[str, Any]) -> bool:
+    """Whether a reply may have more calls than one; it is asked for one where the tool is named."""
+    return bool(body.get("parallel_tool_calls", True)) and not isinstance(body.get("tool_choice"), dict)
 
 
 def completion_prompts(body: Mapping[str, Any]) -> list[str | list[int]]:

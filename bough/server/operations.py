@@ -18,12 +18,7 @@ async def health(call: Call) -> Response:
 
 
 async def metrics(call: Call) -> Response:
-    service = call.service
-    handles = [handle for each in service.running for handle in each.handles if not handle.done]
-    waiting = sum(not handle.prefilled for handle in handles)
-    service.metrics.waiting.set(waiting)
-    service.metrics.running.set(len(handles) - waiting)
-    text = await asyncio.to_thread(service.metrics.text)
+    text = await asyncio.to_thread(call.service.metrics.text)
     return Response(text, media_type="text/plain; version=0.0.4")
 
 

@@ -1,13 +1,15 @@
 """Replies as APIs tell of them: taken apart into what is said, what is thought and which tools are called."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bough.config import SamplingParams
 from bough.engine.request import Output, Piece
+from bough.engine.tokenizer import Tokenizer
 from bough.engine.tool_formats import ToolCall
-from bough.engine.tools import Dialect, Part, Reader, Said, Thought
+from bough.engine.tool_grammar import after_thinking, call_grammar
+from bough.engine.tools import Dialect, Part, Reader, Said, Thought, begins_thinking
 from bough.server.generation import QUIET, Generation, Prompt, Service
 
 
@@ -27,12 +29,60 @@ def reader(
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
     plain: bool = False,
+    several: bool = True,
 ) -> Reader:
-    """What reads the reply to a prompt. Plain text, and text that has to follow a grammar, is taken as it is."""
+    """What reads the reply to a prompt. Plain text is taken as it is. `several`: more calls than one may be told."""
+    tokenizer = _tokenizer(service)
+    dialect = Dialect() if plain else Dialect.of(tokenizer)
+    kind = Reader if several else FirstCall
+    return kind(tokenizer, dialect, prompt.tokens, tools=tools, stop=params.stop)
+
+
+class FirstCall(Reader):
+    """Leaves out all calls but the first."""
+
+    called = False
+
+    def push(self, piece: Piece) -> list[Part]:
+        return [part for part in super().push(piece) if self._is_told(part)]
+
+    def finish(self) -> list[Part]:
+        return [part for part in super().finish() if self._is_told(part)]
+
+    def _is_told(self, part: Part) -> bool:
+        again = self.called and isinstance(part, ToolCall)
+        self.called = self.called or isinstance(part, ToolCall)
+        return not again
+
+
+def constrained(
+    params: SamplingParams,
+    service: Service,
+    prompt: Prompt,
+    forced: Sequence[Mapping[str, Any]] = (),
+    *,
+    several: bool = True,
+) -> SamplingParams:
+    """The sampling of a reply, which has to be a call of one of the `forced` tools, or several, if there are any.
+
+    Its grammar leaves room for thinking that the prompt has begun.
+    """
+    if not forced and params.grammar is None:
+        return params
+    tokenizer = _tokenizer(service)
+    thinking = begins_thinking(tokenizer, Dialect.of(tokenizer), prompt.tokens)
+    grammar = params.grammar
+    if forced:
+        grammar = call_grammar(tokenizer, forced, several=several, thinking=thinking)
+    elif grammar is not None and thinking:
+        grammar = after_thinking(grammar, tokenizer)
+    return replace(params, grammar=grammar)
+
+
+def _tokenizer(service: Service) -> Tokenizer:
     tokenizer = service.engine.tokenizer
     assert tokenizer is not None, "the prompt was made without a tokenizer"
-    dialect = Dialect() if plain or params.grammar is not None else Dialect.of(tokenizer)
-    return Reader(tokenizer, dialect, prompt.tokens, tools=tools, stop=params.stop)
+    return tokenizer
 
 
 def whole(read: Reader, output: Output) -> Reply:

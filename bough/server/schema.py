@@ -41,7 +41,8 @@ class Text:
         if not isinstance(value, str):
             raise Invalid(path, "a string", value)
         if self.among and value not in self.among:
-            raise Invalid(path, "one of " + ", ".join(map(repr, self.among)), value)
+            why = f" ({self.about})" if self.about else ""
+            raise Invalid(path, "one of " + ", ".join(map(repr, self.among)) + why, value)
         if len(value) < self.least:
             raise Invalid(path, "a string that is not empty")
         return value
@@ -65,7 +66,8 @@ class Whole:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if not is_int(value, self.low, self.high):
-            allowed = f"{self.low} or more" if self.high == 2**63 - 1 else f"from {self.low} to {self.high}"
+            bounded = self.high < 2**63 - 1 or is_int(value, self.low)
+            allowed = f"from {self.low} to {self.high}" if bounded else f"{self.low} or more"
             raise Invalid(path, f"a whole number, {allowed}", value)
         return int(value)
 
