@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bough import ops
 from bough.errors import UnknownArchitecture
+from bough.ops import Parts, Quantised
 from bough.state.kinds import FullKV, PageKind, WindowKV
 from bough.state.step import Step
 
@@ -22,7 +23,7 @@ Norm = Callable[[Tensor], Tensor]
 class Linear:
     """x Wᵀ + b."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor | Quantised | Parts, bias: Tensor | None = None) -> None:
         self.weight, self.bias = ops.arranged(weight), bias
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from bough.errors import ModelError, UnknownArchitecture
 from bough.models.fields import AT_LEAST, MULTIPLES, OBJECTS, RULES
 
 REMEDY = "take the config.json that belongs to the weights"
+QUANT_METHOD, QUANT_VERSION = "bough", 1  # of the quantised weights that Bough writes, and the only ones it reads
 
 
 class ModelConfig(Mapping[str, Any]):
@@ -31,7 +32,9 @@ class ModelConfig(Mapping[str, Any]):
         path = folder / "config.json"
         if not os.path.exists(path):
             raise ModelError(f"{folder} has no config.json; give a folder in the Hugging Face layout or a .gguf file")
-        return ModelConfig(read_json(path), str(path))
+        config = ModelConfig(read_json(path), str(path))
+        config._check_quantisation()
+        return config
 
     @property
     def raw(self) -> Mapping[str, Any]:
@@ -98,6 +101,21 @@ class ModelConfig(Mapping[str, Any]):
                 self._refuse(f"{least} {self[least]}, which is more than {most} {self[most]}")
         if "layer_types" in self and "num_hidden_layers" in self and len(self.layer_types) != self.num_hidden_layers:
             self._refuse(f"{len(self.layer_types)} layer_types for num_hidden_layers {self.num_hidden_layers}")
+
+    def _check_quantisation(self) -> None:
+        how = self.get("quantization_config")
+        if how is None:
+            return
+        if how.get("quant_method") != QUANT_METHOD:
+            raise ModelError(
+                f"{self.where} is of weights quantised by {reprlib.repr(how.get('quant_method'))}, which Bough does not"
+                " read; take the model in 16 bits and quantise it with bough create --quantize"
+            )
+        if how.get("version") != QUANT_VERSION:
+            raise ModelError(
+                f"{self.where} is of version {reprlib.repr(how.get('version'))} of Bough's quantised weights, and this"
+                f" Bough reads version {QUANT_VERSION}; upgrade it, or quantise the model again"
+            )
 
     def _refuse(self, what: str) -> None:
         raise ModelError(f"{self.where} has {what}; {REMEDY}")

@@ -74,6 +74,7 @@ RULES = {name: rule for rule, names in _NAMES_BY_RULE for name in names.split()}
 
 # Fields that hold fields in turn.
 OBJECTS = {"text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "per_layer_config"}
+OBJECTS |= {"quantization_config"}
 
 # Pairs of fields of which the second must be a multiple of the first, and those of which it must be at least as large.
 MULTIPLES = [("num_key_value_heads", "num_attention_heads"), ("linear_num_key_heads", "linear_num_value_heads")]

@@ -102,8 +102,8 @@ class Experts:
         self.router_norm = RMSNorm(weights.tensor(f"{prefix}.router.scale", (hidden,)), eps)
         self.router = weights.linear(f"{prefix}.router.proj", count, hidden)
         self.scale = weights.tensor(f"{prefix}.router.per_expert_scale", (count,))
-        self.gate_up = weights.tensor(f"{prefix}.experts.gate_up_proj", (count, 2 * width, hidden))
-        self.down = weights.tensor(f"{prefix}.experts.down_proj", (count, hidden, width))
+        self.gate_up = weights.stack(f"{prefix}.experts.gate_up_proj", count, 2 * width, hidden)
+        self.down = weights.stack(f"{prefix}.experts.down_proj", count, hidden, width)
         self.before = norm(weights, f"{prefix}.pre_feedforward_layernorm_2", hidden, eps)
         self.after = norm(weights, f"{prefix}.post_feedforward_layernorm_2", hidden, eps)
 

@@ -64,5 +64,5 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
             yield from _tensors(each, f"{name}.{index}")
-    elif type(value).__module__.startswith("bough.models") and hasattr(value, "__dict__"):
+    elif type(value).__module__.startswith(("bough.models", "bough.ops")) and hasattr(value, "__dict__"):
         yield from _tensors(vars(value), name)

@@ -10,6 +10,7 @@ from torch import Tensor
 from bough import ops
 from bough.models.config import ModelConfig
 from bough.models.weights import Weights
+from bough.ops import Quantised, Weight
 from bough.state.kinds import Kind
 from bough.state.step import Step
 
@@ -30,18 +31,20 @@ class Model(ABC):
         self.context: int = config.max_position_embeddings
         self.dtype, self.device = weights.dtype, weights.device
         self.embedding = weights.tensor("model.embed_tokens.weight", (self.vocab_size, self.hidden_size))
-        tied = self.embedding is (head := self._head(config.get("tie_word_embeddings", False), weights))
-        self.head = ops.arranged(head)
-        if tied:
-            self.embedding = self.head
+        head = self._head(config.get("tie_word_embeddings", False), weights)
+        self.head: Weight
+        if head is self.embedding:
+            self.head = self.embedding = ops.arranged(self.embedding)
+        else:
+            self.head = ops.arranged(head)
         self.extra = weights.take(self.kept) if self.kept else {}
 
-    def _head(self, tied: bool, weights: Weights) -> Tensor:
+    def _head(self, tied: bool, weights: Weights) -> Tensor | Quantised:
         """The embedding where it is tied. A file may repeat it as the head; one that differs was trained apart."""
         name = "lm_head.weight"
         if tied and (name not in weights or weights.repeats(name, self.embedding)):
             return self.embedding
-        return weights.tensor(name, (self.vocab_size, self.hidden_size))
+        return weights.matrix(name, (self.vocab_size, self.hidden_size))
 
     @abstractmethod
     def __call__(self, step: Step) -> Tensor:

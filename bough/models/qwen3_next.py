@@ -14,6 +14,7 @@ from bough.models.blocks import Attention, GatedMLP, Linear, Rope, Rotation, Sca
 from bough.models.config import ModelConfig
 from bough.models.model import Model
 from bough.models.weights import Weights
+from bough.ops import Weight
 from bough.state.kinds import Recurrent
 from bough.state.step import Step
 
@@ -72,7 +73,7 @@ class SparseMLP:
         self.sizes = [shared, shared, 1, config.num_experts]
         self.inputs = weights.linear([f"{prefix}.{name}" for name in names], self.sizes, hidden)
         self.down = weights.linear(f"{prefix}.shared_expert.down_proj", hidden, shared)
-        self.expert_gate_up, self.expert_down = stacked_experts(config, weights, f"{prefix}.experts")
+        self.expert_gate_up, self.expert_down = read_experts(config, weights, f"{prefix}.experts")
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up, shared_gate, scores = self.inputs(x).split(self.sizes, -1)
@@ -97,23 +98,16 @@ class SparseMLP:
         return out
 
 
-def stacked_experts(config: ModelConfig, weights: Weights, prefix: str) -> tuple[Tensor, Tensor]:
-    """gate and up [E, 2I, hidden] and down [E, hidden, I], which files have expert by expert or stacked already."""
+def read_experts(config: ModelConfig, weights: Weights, prefix: str) -> tuple[list[Weight], list[Weight]]:
+    """gate and up [2I, hidden] and down [hidden, I] of each, which files have expert by expert or stacked."""
     count, width, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
     if f"{prefix}.gate_up_proj" in weights:
-        return (
-            weights.tensor(f"{prefix}.gate_up_proj", (count, 2 * width, hidden)),
-            weights.tensor(f"{prefix}.down_proj", (count, hidden, width)),
-        )
-    gate_up = torch.empty(count, 2 * width, hidden, dtype=weights.dtype, device=weights.device)
-    down = torch.empty(count, hidden, width, dtype=weights.dtype, device=weights.device)
-    for index in range(count):
-        gate, up = gate_up[index].chunk(2)
-        for name, target in (("gate_proj", gate), ("up_proj", up), ("down_proj", down[index])):
-            found = weights.tensor(f"{prefix}.{index}.{name}.weight", target.shape)
-            if not found.is_meta:  # else it is missing, which the weights report when all is read
-                target.copy_(found)
-    return gate_up, down
+        gate_up = weights.stack(f"{prefix}.gate_up_proj", count, 2 * width, hidden)
+        return gate_up, weights.stack(f"{prefix}.down_proj", count, hidden, width)
+    each = [f"{prefix}.{index}" for index in range(count)]
+    inputs = [weights.linear([f"{one}.gate_proj", f"{one}.up_proj"], [width, width], hidden) for one in each]
+    outputs = [weights.linear(f"{one}.down_proj", hidden, width) for one in each]
+    return [one.weight for one in inputs], [one.weight for one in outputs]
 
 
 class Layer:
@@ -197,8 +191,7 @@ class Qwen3Next(Model):
         """Files have the rows of in_proj_qkvz and in_proj_ba k head by k head; here they are put in order."""
         qkv, *rest = GatedDelta.sizes_of(self.config)
         names = [f"{prefix}.in_proj_qkvz", f"{prefix}.in_proj_ba"]
-        inputs = weights.linear(names, [qkv + rest[0], rest[1] + rest[2]], self.hidden_size)
-        return Linear(inputs.weight[_order(self.config)])
+        return weights.linear(names, [qkv + rest[0], rest[1] + rest[2]], self.hidden_size, orders=_orders(self.config))
 
     def _mlp(self, weights: Weights, prefix: str, index: int) -> GatedMLP | SparseMLP:
         config = self.config
@@ -212,15 +205,15 @@ def layer_types(config: ModelConfig) -> list[str]:
     return config.types_of_layers((LINEAR, FULL), lambda index: LINEAR if (index + 1) % interval else FULL)
 
 
-def _order(config: ModelConfig) -> Tensor:
-    """Which row of [qkvz | ba] each row of [q | k | v | z | b | a] is.
+def _orders(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Which row of qkvz each row of [q | k | v | z] is, and which row of ba each of [b | a].
 
     For each k head, qkvz has its q, its k, and the v and the z of the v heads that it serves; ba has their b and a.
     """
     k_heads, k_dim = config.linear_num_key_heads, config.linear_key_head_dim
     group = config.linear_num_value_heads // k_heads
     values = group * config.linear_value_head_dim
-    qkvz, ba = k_heads * (2 * k_dim + 2 * values), k_heads * 2 * group
-    heads = torch.arange(qkvz).view(k_heads, -1).split([k_dim, k_dim, values, values], 1)
-    gates = torch.arange(qkvz, qkvz + ba).view(k_heads, -1).split([group, group], 1)
-    return torch.cat([each.flatten() for each in (*heads, *gates)])
+    qkvz = torch.arange(k_heads * (2 * k_dim + 2 * values)).view(k_heads, -1)
+    ba = torch.arange(k_heads * 2 * group).view(k_heads, -1)
+    heads, gates = qkvz.split([k_dim, k_dim, values, values], 1), ba.split([group, group], 1)
+    return torch.cat([each.flatten() for each in heads]), torch.cat([each.flatten() for each in gates])

@@ -5,6 +5,7 @@ built: it checks shapes, casts, fuses projections that share their input, and wr
 wrong shape, so that `finish()` can report everything at once instead of the first thing.
 """
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,12 +16,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from bough import ops
 from bough.errors import BadWeights
 from bough.models.blocks import Linear
 from bough.models.config import read_json
+from bough.ops import Parts, Quantised, Weight
 
 Progress = Callable[[int, int], None]  # (tensors read, tensors in all)
 AGAIN = "download the model again"
+GROUPS = (8, 16, 32, 64, 128)  # inputs of a quantised matrix that may share a scale
 
 
 class Source(Protocol):
@@ -80,6 +84,11 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> Tensor:
         return self._files[name].get_tensor(name)
+
+    def nbytes(self, name: str) -> int:
+        """Without reading it."""
+        kind = self._files[name].get_slice(name).get_dtype()
+        return math.prod(self.shape(name)) * int(re.sub(r"\D", "", re.sub("^BOOL$", "8", kind.partition("_")[0]))) // 8
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -167,15 +176,56 @@ class Weights:
             self._unused.discard(name)
         return same
 
+    def matrix(self, name: str, shape: Sequence[int]) -> Tensor | Quantised:
+        """The tensor of that name, for what is multiplied with and nothing else: it may be of fewer bits.
+
+        Such a tensor says so itself, by the scales (and zeros) that the source has beside it.
+        """
+        if f"{name}.scale" not in self._names:
+            return self.tensor(name, shape)
+        stand_in = torch.empty(tuple(shape), dtype=self.dtype, device="meta")
+        *outputs, inputs = shape
+        self._unused.difference_update((name, f"{name}.scale", f"{name}.zero"))
+        data = self.source.read(self._names[name])
+        groups = (self.source.shape(self._names[f"{name}.scale"]) or (0,))[-1]
+        width = {torch.int8: inputs, torch.uint8: inputs // 2}.get(data.dtype)
+        if data.shape != (*outputs, width) or groups not in (inputs // size for size in GROUPS if inputs % size == 0):
+            found = f"{data.dtype} {list(data.shape)} in {groups} groups"
+            self._misshapen.append(f"{name} is {found}, expected {list(shape)} of 8 or 4 bits")
+            return stand_in
+        beside = [self.tensor(f"{name}.scale", (*outputs, groups))]
+        if data.dtype == torch.uint8:
+            beside.append(self.tensor(f"{name}.zero", (*outputs, groups)))
+        if any(each.is_meta for each in beside):
+            return stand_in
+        self.nbytes += data.nbytes
+        return Quantised(data.to(self.device), *beside)
+
     def linear(
-        self, names: str | Sequence[str], outputs: int | Sequence[int], inputs: int, bias: bool = False
+        self,
+        names: str | Sequence[str],
+        outputs: int | Sequence[int],
+        inputs: int,
+        bias: bool = False,
+        orders: Sequence[Tensor] | None = None,
     ) -> Linear:
-        """The projection `name`, or several of one input fused so that one product computes all of them."""
+        """The projection `name`, or several of one input fused so that one product computes all of them.
+
+        `orders` has for each of them which row of the tensor becomes which output.
+        """
         names = [names] if isinstance(names, str) else list(names)
         outputs = [outputs] if isinstance(outputs, int) else list(outputs)
-        weights = [self.tensor(f"{n}.weight", (o, inputs)) for n, o in zip(names, outputs, strict=True)]
+        weights = [self.matrix(f"{n}.weight", (o, inputs)) for n, o in zip(names, outputs, strict=True)]
+        if orders is not None:
+            weights = [each[order.to(each.device)] for each, order in zip(weights, orders, strict=True)]
         biases = [self.tensor(f"{n}.bias", (o,)) for n, o in zip(names, outputs, strict=True)] if bias else []
-        return Linear(_fuse(weights), _fuse(biases) if bias else None)
+        whole = bias and not any(each.is_meta for each in biases)
+        return Linear(_fuse(weights), torch.cat(biases) if whole else None)
+
+    def stack(self, name: str, count: int, outputs: int, inputs: int) -> list[Weight]:
+        """Matrices that the source has in one tensor [count, outputs, inputs], one by one."""
+        stack = self.matrix(name, (count, outputs, inputs))
+        return [ops.arranged(stack[index]) for index in range(count)]
 
     def taps(self, name: str, channels: int, kernel: int) -> Tensor:
         """A depthwise convolution's weight, tap by tap [kernel, channels] in float32, as it is applied."""
@@ -199,12 +249,11 @@ class Weights:
             )
 
 
-def _fuse(tensors: list[Tensor]) -> Tensor:
-    if len(tensors) == 1:
-        return tensors[0]
-    if any(each.is_meta for each in tensors):
-        return torch.cat([each.to("meta") for each in tensors])
-    return torch.cat(tensors)
+def _fuse(weights: Sequence[Tensor | Quantised]) -> Tensor | Quantised | Parts:
+    """One weight of them all, or a stand-in for it if one of them is a stand-in."""
+    if any(isinstance(each, Tensor) and each.is_meta for each in weights):
+        return torch.empty((sum(each.shape[0] for each in weights), *weights[0].shape[1:]), device="meta")
+    return ops.fused(weights)
 
 
 def _some(names: Sequence[str], most: int = 100) -> str:

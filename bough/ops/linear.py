@@ -1,16 +1,42 @@
 """Matrix products. One row is special on CPUs: it is a matter of reading the weights once, as fast as memory gives."""
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeAlias, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bough.ops.quant import Quantised, stacked
+from bough.ops.quant_cpu import Planes, planes
+
 onednn: Any = torch.backends.mkldnn
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+@dataclass(frozen=True)
+class Parts:
+    """Matrices of one input that are not all of one form, one under the other."""
+
+    parts: tuple["Weight", ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    def product(self, x: Tensor) -> Tensor:
+        return torch.cat([linear(x, part) for part in self.parts], -1)
+
+
+Weight: TypeAlias = Tensor | Quantised | Planes | Parts  # a matrix [out, in], whatever it is made of
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [T, in] · weightᵀ [in, out] + bias."""
+    if not isinstance(weight, Tensor):
+        y = weight.product(x)
+        return y if bias is None else y + bias
     if x.dtype == torch.bfloat16 and len(x) == 1 and x.device.type == "cpu" and onednn.enabled:
         # torch's own bfloat16 matrix-vector product reads at twice the rate of the library it would hand this to.
         onednn.enabled = False
@@ -21,12 +47,31 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def arranged(weight: Tensor) -> Tensor:
+def fused(weights: Sequence[Tensor | Quantised]) -> Tensor | Quantised | Parts:
+    """Matrices of one input as one; neighbours of one form become a single product."""
+    merged: list[Tensor | Quantised] = []
+    for kind, some in groupby(weights, lambda each: None if isinstance(each, Tensor) else each.form):
+        same: list[Any] = list(some)
+        merged.append(same[0] if len(same) == 1 else torch.cat(same) if kind is None else stacked(same))
+    return merged[0] if len(merged) == 1 else Parts(tuple(merged))
+
+
+@overload
+def arranged(weight: Tensor) -> Tensor: ...
+@overload
+def arranged(weight: Weight) -> Weight: ...
+def arranged(weight: Weight) -> Weight:
     """The weight [out, in], laid out in memory as `linear` of one row reads it fastest.
 
     On CPUs, float32 products with more outputs than inputs read a transposed weight at up to twice the rate; those of
     many rows do not mind.
     """
+    if isinstance(weight, Parts):
+        return Parts(tuple(arranged(part) for part in weight.parts))
+    if isinstance(weight, Planes):
+        return weight
+    if isinstance(weight, Quantised):
+        return (planes(weight) if weight.device.type == "cpu" else None) or weight
     out, inputs = weight.shape
     if weight.dtype == torch.float32 and weight.device.type == "cpu" and out > inputs:
         return weight.T.contiguous().T

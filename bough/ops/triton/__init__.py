@@ -8,5 +8,15 @@ from bough.ops.triton.attention import attention
 from bough.ops.triton.conv import causal_conv
 from bough.ops.triton.delta import DeltaLayer, gated_delta, gated_delta_layer
 from bough.ops.triton.norm import rms_norm_gated
+from bough.ops.triton.quant import expanded, quantised_product
 
-__all__ = ["DeltaLayer", "attention", "causal_conv", "gated_delta", "gated_delta_layer", "rms_norm_gated"]
+__all__ = [
+    "DeltaLayer",
+    "attention",
+    "causal_conv",
+    "expanded",
+    "gated_delta",
+    "gated_delta_layer",
+    "quantised_product",
+    "rms_norm_gated",
+]

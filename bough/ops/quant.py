@@ -1,0 +1,83 @@
+"""Weights of 8 or 4 bits, and products with them. At most a tile of one matrix is expanded at a time.
+
+A weight is q · scale in 8 bits and (q − 8) · scale + zero in 4, where scale and zero are those of its group: some
+inputs, next to each other, of one output.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bough.ops.twins import twins
+
+TILE = 1 << 19  # weights expanded at a time on CPUs: a tile should stay in the processor's cache
+DEVICE_TILE = 1 << 27  # elsewhere
+FEW = 64  # rows, up to which the twin on devices reads the weights as they are
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A matrix [out, in], or a stack of them [..., out, in], as it lies in files.
+
+    data: int8 [..., in], or uint8 [..., in / 2]; there each byte has one weight from the first half of a group (low
+    bits) and the one as far into its second half. scale, and in 4 bits zero: [..., groups] in the dtype of activations.
+    """
+
+    data: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.data.shape[:-1], self.data.shape[-1] * (1 if self.zero is None else 2))
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def group(self) -> int:
+        return self.shape[-1] // self.scale.shape[-1]
+
+    @property
+    def form(self) -> tuple[torch.dtype, int]:
+        """What is equal for matrices that can be one."""
+        return self.data.dtype, self.group
+
+    def __getitem__(self, rows: int | slice | Tensor) -> "Quantised":
+        return Quantised(self.data[rows], self.scale[rows], None if self.zero is None else self.zero[rows])
+
+    def codes(self) -> Tensor:
+        """q [..., groups, group], in the data's dtype."""
+        data = self.data.unflatten(-1, (self.scale.shape[-1], -1))
+        return data if self.zero is None else torch.cat([data & 15, data >> 4], -1)
+
+    def expanded(self) -> Tensor:
+        """The weights in the dtype of activations."""
+        twin = twins(self.data)
+        if twin is not None and self.data.dim() == 2:
+            return twin.expanded(self.data, self.scale, self.zero)
+        scale, codes = self.scale[..., None], self.codes().to(self.scale.dtype)
+        if self.zero is None:
+            return codes.mul_(scale).flatten(-2)
+        return torch.addcmul(self.zero[..., None], codes.sub_(8), scale).flatten(-2)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [T, in] · weightᵀ."""
+        twin = twins(x)
+        if twin is not None and 0 < len(x) <= FEW:
+            return twin.quantised_product(x, self.data, self.scale, self.zero)
+        out, inputs = self.shape
+        step = max(1, (TILE if x.device.type == "cpu" else DEVICE_TILE) // inputs)
+        tiles = [F.linear(x, self[at : at + step].expanded()) for at in range(0, out, step)]
+        return tiles[0] if len(tiles) == 1 else torch.cat(tiles, -1)
+
+
+def stacked(weights: Sequence[Quantised]) -> Quantised:
+    """Matrices of one form, one under the other."""
+    zeros = [each.zero for each in weights if each.zero is not None]
+    data, scale = (torch.cat([getattr(each, name) for each in weights]) for name in ("data", "scale"))
+    return Quantised(data, scale, torch.cat(zeros) if zeros else None)

@@ -1,0 +1,93 @@
+"""Quantised products of few rows on CPUs, where they are a matter of reading the weights once.
+
+torch has an op for that, of weights in 4 bits and rows in bfloat16. An 8-bit weight is 16 · high + low, so two planes
+of 4 bits do for it what one does for the others. The op reads a layout of its own, from which products of many rows
+expand tiles: nothing is kept twice.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from bough.ops.quant import TILE, Quantised
+
+FEW = 24  # rows, up to which the op is faster than expanding tiles
+GROUPS = (32, 64, 128, 256)  # that the op knows
+
+
+@dataclass(frozen=True)
+class Planes:
+    """A matrix [out, in] as one plane of 4 bits, or two: the high halves of all rows and then the low ones.
+
+    data: as the op has it. scales: [groups, planes · out, 2], scale and zero in bfloat16.
+    """
+
+    data: Tensor
+    scales: Tensor
+    shape: tuple[int, int]
+
+    @property
+    def group(self) -> int:
+        return self.shape[1] // self.scales.shape[0]
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [T, in] · weightᵀ."""
+        out = self.shape[0]
+        if 0 < len(x) <= FEW:
+            y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.data, self.group, self.scales)
+        else:
+            y = self._expanding(x)
+        return y if y.shape[1] == out else y[:, :out] + y[:, out:]
+
+    def _expanding(self, x: Tensor) -> Tensor:
+        """The same by ordinary products with some blocks of rows at a time, each expanded as [in, rows]."""
+        groups, rows, _ = self.scales.shape
+        inputs, width = self.shape[1], block_rows()
+        data = self.data.view(rows // width, groups, self.group, width // 2)
+        scale, zero = self.scales.view(groups, rows // width, width, 2).unbind(-1)
+        step = max(1, TILE // (inputs * width))
+        y = x.new_empty(len(x), rows // width, width)
+        for at in range(0, len(data), step):
+            some = slice(at, at + step)
+            codes = unpacked(data[some]).to(x.dtype).sub_(8)
+            by_block = [each[:, some].transpose(0, 1).contiguous()[:, :, None] for each in (zero, scale)]
+            weight = torch.addcmul(by_block[0], codes, by_block[1]).flatten(1, 2)  # [blocks, in, width]
+            y[:, some] = (x @ weight).transpose(0, 1)
+        return y.view(len(x), rows)
+
+
+def unpacked(data: Tensor) -> Tensor:
+    """The codes [..., width] in a block of the op's layout: each byte has one of the first rows and one of the rest."""
+    return torch.cat([data & 15, data >> 4], -1)
+
+
+def planes(weight: Quantised) -> Planes | None:
+    """The weight as the op reads it; None if it serves nothing here."""
+    out, inputs = weight.shape
+    width = block_rows()
+    if weight.scale.dtype != torch.bfloat16 or weight.group not in GROUPS or not width or out % width:
+        return None
+    codes, scale, zero = weight.codes(), weight.scale, weight.zero
+    if zero is None:
+        offset = codes.to(torch.int16) + 128
+        codes = torch.cat([offset >> 4, offset & 15])
+        scale, zero = torch.cat([16 * scale, scale]), torch.cat([torch.zeros_like(scale), 8 * scale])
+    scales = torch.stack([scale.T, zero.T], -1).contiguous()
+    return Planes(_packed(codes.flatten(-2)), scales, (out, inputs))
+
+
+def _packed(codes: Tensor) -> Tensor:
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32).contiguous(), 1)
+
+
+@cache
+def block_rows() -> int:
+    """How many rows are a block in the op's layout, which depends on the processor; 0 if it is none of these."""
+    codes = torch.arange(128 * 32).view(128, 32) * 7919 % 97 % 16
+    for width in (64, 32):
+        blocks = unpacked(_packed(codes).view(128 // width, 32, width // 2))
+        if torch.equal(blocks.transpose(1, 2).reshape(128, 32), codes.to(torch.uint8)):
+            return width
+    return 0
