@@ -43,5 +43,5 @@ $(SETUP): pyproject.toml constraints.txt
 	@$(BOOTSTRAP) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Bough needs Python 3.11 or newer, and $(BOOTSTRAP) is " + sys.version.split()[0] + "; name another: make BOOTSTRAP=python3.11")'
 	@echo "setting up .venv (a minute or two, once)"
 	@$(BOOTSTRAP) -m venv .venv
-	@$(PYTHON) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[cli,server,gguf,grammar,dev]'
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[cli,server,gguf,grammar,hub,dev]'
 	@touch $@

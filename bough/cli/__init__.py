@@ -4,6 +4,8 @@ import typer
 
 from bough import __version__
 from bough.cli import cache
+from bough.cli.create import create, pull
+from bough.cli.models import cp, list_models, rm
 from bough.cli.run import BUNDLED, run, show
 from bough.cli.serve import serve
 from bough.cli.stories import OPENING
@@ -26,6 +28,13 @@ app.command(
     "   [bold]bough serve m.gguf --host 0.0.0.0 --api-key secret[/bold]"
     "   then: [bold]curl http://127.0.0.1:8080/v1/models[/bold]"
 )(serve)
+app.command(epilog="Example: [bold]bough create mine -f Modelfile --quantize int8[/bold]")(create)
+app.command(epilog="Example: [bold]bough pull Qwen/Qwen3-0.6B[/bold]   then: [bold]bough run Qwen/Qwen3-0.6B[/bold]")(
+    pull
+)
+app.command("list")(list_models)
+app.command()(rm)
+app.command()(cp)
 app.add_typer(cache.app, name="cache")
 
 

@@ -13,9 +13,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from bough import CacheConfig, Engine, SamplingParams
 from bough.cli.answers import print_answers
+from bough.cli.models import facts, verify
 from bough.cli.stories import tell_stories
 from bough.cli.talk import submit, talk
 from bough.cli.terminal import bar, friendly, notes, parse_bytes, print_warning, show_bytes
@@ -23,13 +25,17 @@ from bough.engine.chat import Reply
 from bough.engine.request import Handle
 from bough.errors import BadPrompt, EmptyPrompt, ModelError, OptionError
 from bough.state.kinds import PageKind
+from bough.store.names import Name
+from bough.store.store import Store, Stored
 
 BUNDLED = Path(__file__).parent.parent / "bundled"  # a small model that writes stories, and the name it goes by
+MOST_TOKENS = 512
 
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="A folder in the Hugging Face layout, or a .gguf file; 'bundled', or none: the model in the box."
+        help="A folder in the Hugging Face layout, a .gguf file, or the name of a stored model;"
+        " 'bundled', or none: the model in the box."
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps ...")]
@@ -60,7 +66,12 @@ def run(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="The most tokens to write.")] = 512,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens", "-n", help=f"The most tokens to write; {MOST_TOKENS} if nobody says.", show_default=False
+        ),
+    ] = None,
     temperature: Annotated[
         float | None, typer.Option("--temperature", "-t", help="0: always the likeliest token.")
     ] = None,
@@ -96,7 +107,8 @@ def run(
     cache = cache_config(cache_bytes, host_bytes, disk_cache, no_cache)
     prompts = prompts or _piped(model)
     with loaded(model, device, dtype, context, cache, draft) as engine:
-        params = replace(engine.defaults, **asked)
+        most = {} if "num_predict" in engine.about.parameters else {"max_tokens": MOST_TOKENS}
+        params = replace(engine.defaults, **{**most, **asked})
         if not prompts and model is None:
             tell_stories(engine, params)
             return
@@ -116,13 +128,23 @@ def show(
     dtype: Dtype = "auto",
     context: Context = None,
     cache_bytes: CacheBytes = None,
+    check: Annotated[
+        bool, typer.Option("--verify", help="Read all files of a stored model, and say if one is damaged.")
+    ] = False,
 ) -> None:
     """Say what a model is made of, and how many tokens and sequences fit here."""
+    stored = find_stored(model)
+    if check and stored is None:
+        raise OptionError("--verify compares a stored model with what was stored; name one")
+    if check and stored is not None:
+        verify(stored)
     with loaded(model, device, dtype, context, cache_config(cache_bytes)) as engine:
         with notes.status("measuring a step of made-up tokens"):
             fit = engine.reserve()
         table = Table(show_header=False, box=None, pad_edge=False)
         table.add_row("model", f"{engine.name} ({type(engine.model).__name__})")
+        for what, told in facts(stored) if stored is not None else ():
+            table.add_row(what, Text(told))
         dtype_name = str(engine.model.dtype).removeprefix("torch.")
         table.add_row("weights", f"{show_bytes(fit.weight_bytes)} as {dtype_name} on {engine.model.device}")
         table.add_row("layers", _layers(engine))
@@ -171,14 +193,29 @@ def cache_config(
 
 
 def find_model(model: str | None) -> Path:
-    """Where a model is, by the name it has on the command line."""
-    path = BUNDLED if model in (None, BUNDLED.name) else Path(os.path.expanduser(str(model)))
-    if not os.path.exists(path):
+    """Where a model is, by the name it has on the command line: a path, or else the name of a stored one."""
+    path = _path(model)
+    if os.path.exists(path):
+        return path
+    stored = find_stored(model)
+    if stored is None:
         raise ModelError(
             f"{path} is not there; give a folder with config.json and *.safetensors, a .gguf file,"
-            f" or '{BUNDLED.name}' for the model in the box"
+            f" or '{BUNDLED.name}' for the model in the box; or store a model and give its name: bough pull HUB_ID,"
+            " bough create NAME -f Modelfile"
         )
-    return path
+    stored.require_whole()
+    return stored.path
+
+
+def find_stored(model: str | None) -> Stored | None:
+    """The stored model of that name, if it is not a path."""
+    name = None if os.path.exists(_path(model)) else Name.maybe(str(model))
+    return None if name is None else Store().find(name)
+
+
+def _path(model: str | None) -> Path:
+    return BUNDLED if model in (None, BUNDLED.name) else Path(os.path.expanduser(str(model)))
 
 
 @contextmanager
@@ -192,7 +229,7 @@ def loaded(
     max_running: int | None = None,
 ) -> Iterator[Engine]:
     """A model, by the name it has on the command line, until the block ends."""
-    path = find_model(model)
+    path, stored = find_model(model), find_stored(model)
     with bar("loading") as advance, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         engine = Engine.load(
@@ -203,6 +240,7 @@ def loaded(
             context=context,
             max_running=max_running,
             draft=None if draft == "none" else draft,
+            name=None if stored is None else str(stored.name),
             progress=advance,
         )
     for warning in caught:

@@ -21,6 +21,7 @@ from bough.cli.run import (
 )
 from bough.cli.terminal import friendly, notes, parse_bytes, show_bytes
 from bough.errors import OptionError
+from bough.store.store import Store
 
 
 @friendly
@@ -78,6 +79,7 @@ def serve(
         prompt_tokens=max_prompt,
         queue=queue,
         grace=grace,
+        store=Store().folder,
     )
     cache = cache_config(cache_bytes, host_bytes, disk_cache, no_cache)
     with run.bind(host, port) as taken, loaded(model, device, dtype, context, cache, draft, max_running) as engine:

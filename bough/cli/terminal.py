@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from bough.errors import BoughError, OptionError, RequestError
@@ -46,10 +47,17 @@ def friendly(command: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on stderr, which goes away when done; nothing if stderr is not a terminal."""
+    with stages(what) as tell:
+        yield lambda done, total: tell(what, done, total)
+
+
+@contextmanager
+def stages(what: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar for one thing after another."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        task = progress.add_task(escape(what), total=None)
+        yield lambda now, done, total: progress.update(task, description=escape(now), completed=done, total=total)
 
 
 def parse_bytes(text: str) -> int:

@@ -6,6 +6,7 @@ error; "auto" makes do with n-grams, and logs why if the model brought something
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias, cast
 
@@ -43,11 +44,12 @@ def drafter_for(
     *,
     path: Path | None = None,
     progress: Progress | None = None,
+    load: Callable[..., Model] = load_model,
 ) -> Drafter | None:
     """The drafter that the option asks for, in the target's dtype and on its device; None if it asks for none.
 
     `path` is where the target was loaded from: its tokenizer and its assistant are looked for there. `progress` is told
-    of the loading of a draft model.
+    of the loading of a draft model, which `load` does.
     """
     if option is None:
         return None
@@ -67,7 +69,7 @@ def drafter_for(
         raise OptionError(f"draft is {str(option)!r}, and there is no such file or folder; it may be {ALLOWED}")
     if draft_path.is_dir() and ModelConfig.from_folder(draft_path).get("model_type") == "gemma4_assistant":
         return _assistant(draft_path, target)
-    return _model(draft_path, target, path, progress)
+    return _model(draft_path, target, path, progress, load)
 
 
 def _implemented(option: Drafter) -> Drafter:
@@ -102,14 +104,16 @@ def _assistant(path: Path, target: Model) -> AssistantDrafter:
     return AssistantDrafter(load_assistant(path, target), cast(Gemma4, target))  # it fits no other
 
 
-def _model(path: Path, target: Model, target_path: Path | None, progress: Progress | None) -> ModelDrafter:
+def _model(
+    path: Path, target: Model, target_path: Path | None, progress: Progress | None, load: Callable[..., Model]
+) -> ModelDrafter:
     own, theirs = tokens_of(path), None if target_path is None else tokens_of(target_path)
     if own is not None and theirs is not None:
         different = sum(token != theirs.get(i, token) for i, token in own.items())
         if different > UNLIKE * min(len(own), len(theirs)):
             raise _misfit(path, f"{different:,} of its {len(own):,} tokens are others in the model's tokenizer")
     dtype = str(target.dtype).removeprefix("torch.")  # both keep their state in one arena
-    model = load_model(path, dtype=dtype, device=target.device, progress=progress)
+    model = load(path, dtype=dtype, device=target.device, progress=progress)
     if (own is None or theirs is None) and model.vocab_size != target.vocab_size:
         raise _misfit(path, f"it has {model.vocab_size:,} of them, and the model {target.vocab_size:,}")
     return ModelDrafter(model, target.vocab_size)

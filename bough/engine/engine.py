@@ -49,8 +49,9 @@ class Engine:
         progress: Progress | None = None,
     ) -> None:
         self.name, self.model, self.tokenizer = loaded.name, loaded.model, loaded.tokenizer
-        self.end_tokens, self.defaults = loaded.end_tokens, loaded.sampling
-        self.context = _at_least_one("context", context) or self.model.context
+        self.end_tokens, self.defaults, self.about = loaded.end_tokens, loaded.sampling, loaded.about
+        suggested = min(loaded.about.context or self.model.context, self.model.context)
+        self.context = _at_least_one("context", context) or suggested
         if self.context > self.model.context:
             raise OptionError(f"context {self.context} is more than the {self.model.context} tokens the model can read")
         # Larger steps gain nothing on a CPU and make others wait.
@@ -58,6 +59,8 @@ class Engine:
             512 if self.model.device.type == "cpu" else 2048
         )
         cache = cache or CacheConfig()
+        if draft == "auto" and loaded.path is not None:
+            draft = loaded.about.draft_beside(loaded.path) or draft
         drafter = drafter_for(draft, self.model, path=loaded.path, progress=progress)
         pool, draft_pool, last_layer = pools(
             self.model,
@@ -91,6 +94,7 @@ class Engine:
         context: int | None = None,
         max_running: int | None = None,
         draft: DraftOption = "auto",
+        name: str | None = None,
         progress: Progress | None = None,
     ) -> "Engine":
         """Load a Hugging Face folder or a GGUF file. `progress` is told (tensors read, tensors in all).
@@ -98,9 +102,10 @@ class Engine:
         `draft`: "auto" (what the model ships, else ngram), "mtp", "assistant", "ngram", the path of a draft model, or
         None.
         """
-        for name, value in (("context", context), ("max_running", max_running)):
-            _at_least_one(name, value)  # before the work of loading
-        loaded = load(Path(os.path.expanduser(model)), dtype=dtype, device=_device(device), progress=progress)
+        for option, value in (("context", context), ("max_running", max_running)):
+            _at_least_one(option, value)  # before the work of loading
+        path = Path(os.path.expanduser(model))
+        loaded = load(path, name=name, dtype=dtype, device=_device(device), progress=progress)
         return cls(loaded, cache=cache, context=context, max_running=max_running, draft=draft, progress=progress)
 
     @overload
@@ -146,8 +151,11 @@ class Engine:
         return self._start(request).result().scores
 
     def chat(self, system: str | None = None, **options: Any) -> Chat:
-        """A conversation. Options: tools, params, and whatever variables the chat template reads."""
-        return Chat(self, system=system, **options)
+        """A conversation. Options: tools, params, and whatever variables the chat template reads.
+
+        Without a system prompt it has the one that was stored with the model, if there is one.
+        """
+        return Chat(self, system=self.about.system if system is None else system, **options)
 
     def tokenize(self, text: str) -> list[int]:
         if self.tokenizer is None:
@@ -170,6 +178,11 @@ class Engine:
     def call(self, ask: Callable[[], Result]) -> Result:
         """Run something in the engine's thread, between two steps, and wait for what it gives."""
         return self._loop.call(ask)
+
+    @property
+    def busy(self) -> tuple[int, int]:
+        """How many requests wait, and how many run."""
+        return self._loop.load
 
     @property
     def layout(self) -> Layout:

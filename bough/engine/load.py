@@ -1,13 +1,14 @@
 """From a path to everything an engine needs: the model, its tokenizer, when it ends, and how it likes to be sampled."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bough.config import SamplingParams
+from bough.engine.about import NOTHING, About
 from bough.engine.tokenizer import Tokenizer
 from bough.errors import ModelError, OptionError
 from bough.models.config import read_json
@@ -26,28 +27,43 @@ class Loaded:
     end_tokens: frozenset[int]
     sampling: SamplingParams  # what the model's makers suggest
     path: Path | None = None  # where it came from
+    about: About = NOTHING  # what Bough keeps beside it
 
 
 def load(
-    path: Path, *, dtype: str = "auto", device: torch.device | str = "cpu", progress: Progress | None = None
+    path: Path,
+    *,
+    name: str | None = None,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
 ) -> Loaded:
-    """Read a Hugging Face folder or a GGUF file."""
+    """Read a Hugging Face folder or a GGUF file, and what Bough keeps beside it."""
+    about = About.beside(path)
     model = load_model(path, dtype=dtype, device=device, progress=progress)
+    tokenizer = load_tokenizer(path, about)
+    suggestion = path / "generation_config.json"
+    suggested = read_json(suggestion) if path.is_dir() and suggestion.exists() else {}
+    try:
+        ends, sampling = _end_tokens(suggested, model, tokenizer), _sampling(suggested)
+    except (TypeError, ValueError, OptionError) as error:
+        raise ModelError(f"{path}/generation_config.json is wrong ({error}); correct or remove it") from None
+    sampling = replace(sampling, **about.sampling(model.context))
+    return Loaded(name or path.stem, model, tokenizer, ends, sampling, path, about)
+
+
+def load_tokenizer(path: Path, about: About) -> Tokenizer | None:
+    """The tokenizer of a Hugging Face folder or a GGUF file, with the chat template that was chosen for it."""
     if path.is_file():
         from bough.models.gguf import GGUFFile, gguf_tokenizer  # an optional dependency
 
         core, special, template, add_bos = gguf_tokenizer(GGUFFile(path))
         tokenizer: Tokenizer | None = Tokenizer(core, special=special, template=template, add_bos=add_bos)
-        suggested: Mapping[str, Any] = {}
     else:
         tokenizer = Tokenizer.from_folder(path)
-        suggestion = path / "generation_config.json"
-        suggested = read_json(suggestion) if suggestion.exists() else {}
-    try:
-        ends, sampling = _end_tokens(suggested, model, tokenizer), _sampling(suggested)
-    except (TypeError, ValueError, OptionError) as error:
-        raise ModelError(f"{path}/generation_config.json is wrong ({error}); correct or remove it") from None
-    return Loaded(path.stem, model, tokenizer, ends, sampling, path)
+    if tokenizer is not None and about.template is not None:
+        tokenizer.template = about.template
+    return tokenizer
 
 
 def _end_tokens(suggested: Mapping[str, Any], model: Model, tokenizer: Tokenizer | None) -> frozenset[int]:

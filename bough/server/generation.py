@@ -61,6 +61,12 @@ class Service:
         if name is not None and name not in self.names:
             raise no_such_model(name, self.name)
 
+    @property
+    def most_tokens(self) -> int:
+        """How long an answer may become if nobody says."""
+        stored = "num_predict" in self.engine.about.parameters
+        return self.engine.defaults.max_tokens if stored else self.engine.context
+
     async def chat_prompt(
         self,
         messages: Sequence[Message],
@@ -77,11 +83,19 @@ class Service:
     ) -> Prompt:
         if self.template is None:
             raise TemplateError("the model has no tokenizer, so it cannot chat; send token ids to /v1/completions")
+        messages = self._opened(messages)
         transcript = self.template.prompt(messages, tools=tools, **options)
         prompt = Prompt(self.checked(transcript.tokens))
         if not self.engine.cache.places_points:
             return prompt
         return Prompt(prompt.tokens, tuple(self.template.boundaries(transcript, messages, tools=tools, **options)))
+
+    def _opened(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """With the system prompt that was stored with the model, where the messages bring none."""
+        system = self.engine.about.system
+        if system is None or any(message.get("role") in ("system", "developer") for message in messages):
+            return messages
+        return [{"role": "system", "content": system}, *messages]
 
     async def plain_prompt(self, prompt: str | Sequence[int]) -> Prompt:
         """A prompt as it is, text or token ids."""

@@ -13,7 +13,7 @@ from bough.engine.request import Output
 from bough.engine.tool_formats import ToolCall
 from bough.engine.tools import Dialect, Part, Reader, Said, Thought
 from bough.server import ollama_requests as asked
-from bough.server import replies
+from bough.server import ollama_store, replies
 from bough.server.api import Api, Call, Endpoint, Json, Stream, json_line
 from bough.server.errors import ApiError
 from bough.server.generation import Generation, Prompt, Service
@@ -29,9 +29,11 @@ async def generate(call: Call) -> Response:
     service.require_model(asked.model_name(body))
     if not body.get("prompt"):
         return Json(_loaded(call, {"response": ""}))
-    params = asked.sampling(body, service.engine.defaults, call.salt(), service.engine.context)
+    params = asked.sampling(body, service.engine.defaults, call.salt(), service.most_tokens)
     prompt = await asked.generate_prompt(body, service)
-    read = replies.reader(service, prompt, params, plain=asked.is_raw(body, service))
+    if not (raw := asked.is_raw(body, service)):
+        params = replies.constrained(params, service, prompt)
+    read = replies.reader(service, prompt, params, plain=raw)
     return await _answer(call, await service.start([(prompt, params)]), GenerateAnswer(call, arrived, prompt, read))
 
 
@@ -40,9 +42,10 @@ async def chat(call: Call) -> Response:
     service.require_model(asked.model_name(body))
     if not body.get("messages"):
         return Json(_loaded(call, {"message": {"role": "assistant", "content": ""}}))
-    params = asked.sampling(body, service.engine.defaults, call.salt(), service.engine.context)
+    params = asked.sampling(body, service.engine.defaults, call.salt(), service.most_tokens)
     tools, options = body.get("tools") or None, asked.template_options(body, service)
     prompt = await service.chat_prompt(asked.chat_messages(body), tools, options)
+    params = replies.constrained(params, service, prompt)
     read = replies.reader(service, prompt, params, tools)
     return await _answer(call, await service.start([(prompt, params)]), ChatAnswer(call, arrived, prompt, read))
 
@@ -140,7 +143,8 @@ def _nanoseconds(start: float, end: float) -> int:
 
 
 async def tags(call: Call) -> Response:
-    return Json({"models": [_about(call.service, name) for name in call.service.names]})
+    served = [_about(call.service, name) for name in call.service.names]
+    return Json({"models": served + await ollama_store.tags(call)})
 
 
 async def running(call: Call) -> Response:
@@ -153,8 +157,10 @@ async def running(call: Call) -> Response:
 
 
 async def show(call: Call) -> Response:
-    service, engine = call.service, call.service.engine
-    service.require_model(asked.model_name(call.body))
+    service, engine, name = call.service, call.service.engine, asked.model_name(call.body)
+    if name not in service.names and (stored := await ollama_store.show(call, name)):
+        return stored
+    service.require_model(name)
     about, family = _about(service, service.name), _family(service)
     tokenizer = engine.tokenizer
     dialect = Dialect.of(tokenizer) if tokenizer is not None else Dialect()
@@ -239,9 +245,10 @@ API = Api(
     (
         Endpoint("POST", "/api/generate", generate, "A prompt, answered", asked.GENERATE, stream=LINES),
         Endpoint("POST", "/api/chat", chat, "The next message of a conversation", asked.CHAT, stream=LINES),
-        Endpoint("GET", "/api/tags", tags, "What is served"),
+        Endpoint("GET", "/api/tags", tags, "What is served, and what is stored"),
         Endpoint("GET", "/api/ps", running, "What is loaded"),
         Endpoint("POST", "/api/show", show, "One model", asked.NAMED),
+        *ollama_store.ENDPOINTS,
         Endpoint("GET", "/api/version", version, "The version of Ollama whose API this is"),
         Endpoint("POST", "/api/embed", embed, "Not supported", asked.EMBED),
         Endpoint("POST", "/api/embeddings", embed, "Not supported", asked.EMBED),

@@ -1,6 +1,7 @@
 """What an operator can set about the server. The engine has its own settings."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from bough.config import is_int, is_number, require
 
@@ -16,6 +17,7 @@ class Settings:
     prompt_tokens: int | None = None  # None: the context of the engine
     queue: int = 256  # requests that may wait for their turn
     grace: float = 30.0  # seconds that running requests get to end when the server stops
+    store: Path | None = None  # the folder of the model store that clients may see and change; None: they may not
 
     def __post_init__(self) -> None:
         for name in ("names", "api_keys", "origins"):

@@ -1,0 +1,88 @@
+"""Whether weights fit their config, and a draft its target, told from headers: no weight is read.
+
+Models are built on torch's meta device, by the code that builds them to run. So what passes here will load.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bough.draft.load import drafter_for
+from bough.draft.mtp import MTPHead
+from bough.errors import ModelError
+from bough.models.config import ModelConfig
+from bough.models.gguf import GGUFFile
+from bough.models.load import build_model, load_model
+from bough.models.model import Model
+from bough.models.quantize import bits_per_weight
+from bough.models.qwen3_next import Qwen3Next
+from bough.models.weights import SafetensorsFolder
+from bough.store.intake import tensor_names
+
+MTP = "mtp."  # how the tensors of a head that drafts are called
+
+
+class Shapes:
+    """The tensors of a GGUF file without what is in them, which would have to be dequantised."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.where, self.names, self.shape = file.where, file.names, file.shape
+
+    def read(self, name: str) -> Tensor:
+        return torch.empty(self.shape(name), device="meta")
+
+
+def config_of(path: Path) -> ModelConfig:
+    """The config of a model in a folder or a GGUF file."""
+    if path.is_file():
+        return ModelConfig(GGUFFile(path).config(), f"the metadata of {path}")
+    return ModelConfig.from_folder(path)
+
+
+def skeleton(path: Path, *, dtype: str = "auto", **_: Any) -> Model:
+    """A model without its weights. Raises what loading it would raise."""
+    if path.is_file():
+        return build_model(config_of(path), Shapes(GGUFFile(path)), dtype=dtype, device="meta")
+    return load_model(path, dtype=dtype, device="meta")
+
+
+def count(path: Path) -> int:
+    """How many weights are in a folder, a GGUF file, or a file with a head."""
+    if path.suffix == ".safetensors":
+        return sum(tensor.numel() for tensor in load_file(path).values())
+    if path.is_file():
+        file = GGUFFile(path)
+        return sum(math.prod(file.shape(name)) for name in file.names())
+    tensors = SafetensorsFolder(path)
+    return round(8 * sum(map(tensors.nbytes, tensors.names())) / bits_per_weight(path))
+
+
+def drafter_kind(path: Path) -> str:
+    """What kind of drafter is in a folder or file: assistant, mtp or model."""
+    if path.suffix == ".safetensors":
+        foreign = [name for name in tensor_names(path) if not name.startswith(MTP)]
+        if foreign:
+            raise ModelError(
+                f"{path} is no MTP head, since it has {foreign[0]}; name a folder, or a file of {MTP}* alone"
+            )
+        return "mtp"
+    if path.is_dir() and ModelConfig.from_folder(path).get("model_type") == "gemma4_assistant":
+        return "assistant"
+    return "model"
+
+
+def check_draft(draft: Path, kind: str, target: Model, target_path: Path) -> None:
+    """Raise if this cannot draft for the target: another vocabulary or width, or layers that the target has not."""
+    if kind == "mtp":
+        if not isinstance(target, Qwen3Next):
+            raise ModelError(
+                f"{draft} is an MTP head, which Qwen3-Next and Qwen3.5 have; the model is of another family"
+            )
+        target.extra = load_file(draft)
+        MTPHead(target)
+        return
+    drafter_for(draft, target, path=target_path, load=skeleton)
