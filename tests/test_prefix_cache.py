@@ -6,6 +6,7 @@ from random import Random
 import pytest
 from timeline import END, FAMILIES, Timeline, Watched, agrees, audit, empty, engine, expected, params, room
 
+from bough import SamplingParams
 from bough.cache.tree import Tier
 
 EVERY = list(FAMILIES)
@@ -336,6 +337,14 @@ def test_why(family, watched):
     assert stats["matched_tokens_without_resume_point"] == (20 if family in POINTS else 0)
     opened.cache.clear()
     assert list(reasons(opened, prompt)) == ["evicted", "last token"]
+
+
+def test_every_mark_becomes_a_resume_point(family, watched):
+    """However many a client asks for, and however short the prompt is."""
+    prompt, marks = some(50), (7, 16, 29, 41)
+    watched.engine.submit(prompt, SamplingParams(max_tokens=2, temperature=0), marks=marks).result()
+    for at in (*marks, 49):
+        assert watched.engine.cache.explain([*prompt[:at], *some(9, seed=1)]).resumable == at
 
 
 def test_why_evicted_where_what_was_known_went_on_otherwise(family, watched):

@@ -93,6 +93,8 @@ class PrefixCache:
         self.ledger.count("cached_tokens", match.resumable)
         most = min(match.matched, len(match.tokens) - 1)
         self.ledger.count("matched_tokens_without_resume_point", most - match.resumable)
+        if most < len(match.tokens) - 1 and (lost := self.ledger.find(match.salt, match.tokens, most, "node")):
+            self.ledger.count("evicted_tokens_asked_for", min(lost.length, len(match.tokens) - 1) - most)
 
     def resume(self, walk: Walk, most: int, everywhere: bool = True) -> tuple[int, list[Node]]:
         """The largest length up to `most` that can be resumed at, and the path to it. Changes nothing."""
@@ -165,7 +167,7 @@ class PrefixCache:
         copies = (node.copies[Tier.DEVICE] for node in self.tree.match(salt, symbols).nodes)
         return [each for each in takewhile(lambda copy: copy is not None, copies) if isinstance(each, Snapshot)]
 
-    def points(self, match: Match, boundaries: Sequence[int]) -> list[int]:
+    def points(self, match: Match, boundaries: Sequence[int], marks: Sequence[int] = ()) -> list[int]:
         """The lengths at which the prefill of a prompt shall leave resume points."""
         if not self.enabled or not self.has_points:
             return []
@@ -174,6 +176,7 @@ class PrefixCache:
             resumable=match.resumable,
             matched=match.matched,
             boundaries=boundaries,
+            marks=marks,
             point_tokens=self.point_tokens,
         )
 

@@ -123,7 +123,7 @@ class Drafting:
         state, lag = State(self.cache.pool), self.drafter.lag
         known = sequence.tokens[lag : lag + resumed + 1] if lag else sequence.tokens
         match = self.cache.acquire(known, sequence.salt)
-        side.cuts = self.cache.points(match, sequence.request.boundaries)
+        side.cuts = self.cache.points(match, sequence.request.boundaries, sequence.request.marks)
         last = self.runner.last_row(sequence.state) if lag and resumed else None
         if match.resumable >= resumed - (last is not None) or not lag:
             self.cache.restore(match, state)

@@ -140,9 +140,20 @@ class Engine:
         finally:
             handle.cancel()
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, boundaries: Sequence[int] = ()) -> Handle:
-        """Start on a prompt and return at once. Others are likely to branch off from it at the `boundaries`."""
-        return self._start(replace(self._request(prompt, params), boundaries=tuple(boundaries)))
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        boundaries: Sequence[int] = (),
+        marks: Sequence[int] = (),
+    ) -> Handle:
+        """Start on a prompt and return at once.
+
+        Others are likely to branch off from it at the lengths in `boundaries`, and are sure to resume at `marks`.
+        """
+        request = replace(self._request(prompt, params), boundaries=tuple(boundaries), marks=tuple(marks))
+        return self._start(request)
 
     def score(self, prompt: Prompt) -> list[float]:
         """The logprob of each token given those before it: one less than there are tokens, as the first has none."""

@@ -43,7 +43,7 @@ class Loop:
         self._waiting = Waiting(runner, cache, drafting)
         self._running: list[Sequence] = []
         self._short_of_memory = False  # too short to draft
-        self._steps = 0
+        self._steps = self._submitted = self._received = 0
         self._closed = False
         self._gate = threading.Lock()  # nothing is put into the inbox after the order to close
         self._thread = threading.Thread(target=self._work, name="bough-engine", daemon=True)
@@ -73,12 +73,13 @@ class Loop:
         with self._gate:
             if self._closed:
                 raise RequestError("the engine is closed; load it again")
+            self._submitted += isinstance(item, Sequence)
             self._inbox.put(item)
 
     @property
     def load(self) -> tuple[int, int]:
         """How many requests wait, and how many run."""
-        return self._inbox.qsize() + len(self._waiting), len(self._running)
+        return self._submitted - self._received + len(self._waiting), len(self._running)
 
     def close(self) -> None:
         """Cancel what is under way and wait for the thread to end."""
@@ -130,6 +131,7 @@ class Loop:
                 return False
             if isinstance(item, Sequence):
                 self._waiting.append(item)
+                self._received += 1
             else:
                 item()
             idle = False

@@ -19,6 +19,7 @@ class Request:
     seed: int
     score: bool = False  # report the logprob of each prompt token, and write nothing
     boundaries: tuple[int, ...] = ()  # lengths at which other prompts are likely to branch off
+    marks: tuple[int, ...] = ()  # lengths at which the client asks for resume points
     came: float = field(default_factory=time.monotonic)
 
     @property

@@ -108,7 +108,7 @@ class Waiting:
             return self._is_resumable(sequence, running)
         sequence.state = State(self.runner.pool)
         self.cache.restore(match, sequence.state)
-        sequence.cuts = set(self.cache.points(match, sequence.request.boundaries))
+        sequence.cuts = set(self.cache.points(match, sequence.request.boundaries, sequence.request.marks))
         sequence.match = None
         self.drafting.begin(sequence, match.resumable)
         if not sequence.started:

@@ -5,7 +5,7 @@ common with the render of the chat that is cut there. What cannot be honoured is
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -268,11 +268,11 @@ def _prompt(asked: Chat, mark_last: bool, options: dict[str, Any], service: Serv
         transcript = Transcript(text, *tokenizer.encode_split(text))
     tokens = service.checked(transcript.tokens)
     cuts = {_common(template, tokens, cut, options) for cut in asked.marked(last=mark_last)}
-    found: Iterable[int] = cuts  # no others, which would take the place of these: a prompt has few resume points
-    if not cuts and service.engine.cache.places_points:
-        found = template.boundaries(transcript, messages, tools=tools, **options)
-    boundaries = tuple(sorted({at for at in found if 0 < at < len(tokens)}))
-    return Prompt(tokens, boundaries), max(cuts, default=0) if service.engine.cache.enabled else 0
+    marks = tuple(sorted(at for at in cuts if 0 < at < len(tokens)))
+    boundaries: tuple[int, ...] = ()
+    if service.engine.cache.places_points:
+        boundaries = tuple(template.boundaries(transcript, messages, tools=tools, **options))
+    return Prompt(tokens, boundaries, marks), max(cuts, default=0) if service.engine.cache.enabled else 0
 
 
 def _common(template: ChatTemplate, tokens: Sequence[int], cut: Chat, options: dict[str, Any]) -> int:

@@ -32,10 +32,11 @@ RESERVED = {"self", "messages", "tools", "transcript", "add_generation_prompt"} 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and where turns end in them."""
+    """Token ids, where turns end in them, and up to where the client wants them cached."""
 
     tokens: Sequence[int]
     boundaries: tuple[int, ...] = ()
+    marks: tuple[int, ...] = ()
 
 
 class Service:
@@ -126,7 +127,8 @@ class Service:
         handles: list[Handle] = []
         try:
             for prompt, params in wanted:
-                handles.append(self.engine.submit(prompt.tokens, params, boundaries=prompt.boundaries))
+                asked = self.engine.submit(prompt.tokens, params, boundaries=prompt.boundaries, marks=prompt.marks)
+                handles.append(asked)
         except BaseException:
             for handle in handles:
                 handle.cancel()

@@ -25,7 +25,7 @@ USAGE = {
     "accepted_tokens": "Drafted tokens that the model would have written itself",
 }
 # Why prompt tokens that the cache knew were computed all the same, and its counters of them.
-LOST = {"no_resume_point": "matched_tokens_without_resume_point"}
+LOST = {"no_resume_point": "matched_tokens_without_resume_point", "evicted": "evicted_tokens_asked_for"}
 
 
 class Metrics:
