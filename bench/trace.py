@@ -14,7 +14,7 @@ tokens that need not have been computed, for
   lru      least recently used, resume points where a prompt ends and where it leaves a known path (as Marconi admits)
   value    the default policy, with the same points
   pages    least recently used, a resume point every 528 tokens and nowhere else, as large engines do
-  optimum  knowing the future: Belady without points; with them a feasible oracle, which small budgets can outdo
+  optimum  knowing the future: Belady without points; with them a feasible oracle, which is no bound and can be outdone
 and one chart (SVG). Progress goes to stderr.
 """
 
@@ -29,6 +29,7 @@ from pathlib import Path
 from trace_chart import chart
 from trace_files import Malformed, Trace, read
 from trace_optimum import Optimum
+from trace_pages import Pages
 from trace_replay import Replay
 
 from bough.cache.policy import POLICIES
@@ -45,6 +46,8 @@ def main() -> None:
         traces = load(options)
     except Malformed as error:
         sys.exit(f"cannot replay: {error}")
+    for path in (options.out, options.chart):
+        path.parent.mkdir(parents=True, exist_ok=True)
     if options.out.exists() and not options.append:
         options.out.unlink()
     lines: list[dict] = []
@@ -111,7 +114,7 @@ def compare(trace: Trace, options: argparse.Namespace):
                     assert optimum is not None
                     rate = optimum.run(budget)
                 elif policy == "pages":
-                    rate = Replay(trace, policy="lru", budget=budget, point=point, every=GRID).run()
+                    rate = Pages(trace, budget=budget, point=point, every=GRID).run()
                 else:
                     rate = Replay(trace, policy=policy, budget=budget, point=point).run()
                 line = {

@@ -9,6 +9,8 @@ known, so they are part of the path once they end. Several files are one trace; 
 """
 
 import json
+import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,13 +64,18 @@ def read(paths: list[Path], name: str | None = None) -> Trace:
     for where, row in rows:
         try:
             requests.append(read_row(row))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise Malformed(f"{where}: {type(error).__name__}: {error}") from error
+        except KeyError as error:
+            raise Malformed(f"{where}: {error} is missing") from error
+        except (TypeError, ValueError, OverflowError) as error:
+            raise Malformed(f"{where}: {error}") from error
+        if not math.isfinite(requests[-1].time):
+            raise Malformed(f"{where}: `timestamp` is not a time")
     requests.sort(key=lambda each: each.time)
     return Trace(name or paths[0].stem, read_row.symbol_tokens, requests)
 
 
 def _rows(file: Path) -> list[tuple[str, dict]]:
+    """The objects of a file and where they are. A last line that was cut off is left out."""
     rows = []
     try:
         lines = file.read_text().splitlines()
@@ -80,6 +87,9 @@ def _rows(file: Path) -> list[tuple[str, dict]]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
+                if number == len(lines) and rows:
+                    print(f"{where} is cut off: left out", file=sys.stderr)
+                    continue
                 raise Malformed(f"{where}: not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise Malformed(f"{where}: not an object")
@@ -90,8 +100,12 @@ def _rows(file: Path) -> list[tuple[str, dict]]:
 class _Mooncake:
     symbol_tokens = PIECE
 
+    def __init__(self) -> None:
+        self._numbers: dict[int | str, int] = {}  # of pieces: ids may be wider than symbols
+
     def __call__(self, row: dict) -> Recorded:
-        ids, length = row["hash_ids"], int(row["input_length"])
+        ids = [self._numbers.setdefault(each, len(self._numbers)) for each in row["hash_ids"]]
+        length = int(row["input_length"])
         if not ids or not 0 < length <= PIECE * len(ids) or length <= PIECE * (len(ids) - 1):
             raise ValueError(f"{len(ids)} pieces of {PIECE} tokens do not make {length} tokens")
         tokens = np.full(len(ids), PIECE, np.int32)

@@ -71,10 +71,8 @@ class Held:
 class Replay:
     """One cache of one size, one policy, one kind of model."""
 
-    def __init__(self, trace: Trace, *, policy: str, budget: int, point: int, every: int = 0) -> None:
-        """With `every`, resume points lie at multiples of so many tokens, and go only with the edge before them."""
+    def __init__(self, trace: Trace, *, policy: str, budget: int, point: int) -> None:
         self.trace, self.budget, self.point = trace, budget, point
-        self.every = max(1, round(every / trace.symbol_tokens)) if every else 0
         self.meter = Meter(point)
         self.index = Index(policy, point / trace.symbol_tokens)
         self.tree = Tree(watcher=self.index)
@@ -105,8 +103,6 @@ class Replay:
         self._fit(request.time)
 
     def _cuts(self, matched: int, end: int) -> list[int]:
-        if self.every:
-            return list(range(self.every, end + 1, self.every))
         return [matched, end] if self.point and 0 < matched < end else [end]
 
     def _keep(self, symbols: NDArray[np.int32], tokens: NDArray[np.int32], cuts: list[int], now: float) -> list[Node]:
@@ -135,12 +131,9 @@ class Replay:
         self.index.finished(use, request.made, path, now)
         self._fit(now)
 
-    def _frees(self, node: Node, move: Move) -> bool:
-        return not (self.every and move is Move.POINT)
-
     def _fit(self, now: float) -> None:
         while self.meter.used > self.budget:
-            chosen = self.index.least(Tier.DEVICE, now, self._frees)
+            chosen = self.index.least(Tier.DEVICE, now, lambda node, move: True)
             assert chosen is not None, "nothing can go, and yet there is no room"
             node, move = chosen
             if move is Move.LEAF:

@@ -134,7 +134,7 @@ def test_memory_for_fewer_than_are_running(family):
     for name in ("right", "another" if family in ("llama", "lfm2") else drafters_of(family)[1]):
         with engine(family, drafter(name, family, texts)) as made:
             pools = made._runner.pool.arena.pools
-            slabs = sum(capacity.slabs(pool.layout, 1, 110, 32, pool.max_running) for pool in pools)
+            slabs = sum(capacity.slabs(pool.layout, 1, 80, 32, pool.max_running) for pool in pools)
             nbytes = slabs * made.layout.slab_bytes
         with engine(family, drafter(name, family, texts), Fixed(), device_bytes=nbytes, step_tokens=32) as made:
             begun = begins(made)

@@ -5,14 +5,16 @@ Every node waits for the request that took it last to go on (OWN), for anyone wh
 waits on its own account: for the request that ends there to go on, for whoever resumes there, or, inside a path, for
 someone to leave the path there (INSIDE).
 
-`Learned` has a model of how long such waits take; `Recent` only knows when things were used last.
+`Learned` has a model of how long such waits take; `Recent` only knows when things were used last. While that does
+better (bough/cache/duel.py tells), `Learned` says the same.
 """
 
 import heapq
 from collections.abc import Iterable, Sequence
 from itertools import count
 
-from bough.cache.reuse import BINS, EDGES, Kind, Model, Recall, Use, bin_of
+from bough.cache.duel import Duel
+from bough.cache.reuse import BINS, EDGES, NO_ROWS, Kind, Model, Recall, Use, bin_of
 from bough.cache.tree import NOWHERE, Node, Symbols
 
 OUTDATED = 0.05  # a curve is drawn again when the model has had so many more lessons, as a share
@@ -21,7 +23,7 @@ OUTDATED = 0.05  # a curve is drawn again when the model has had so many more le
 class Facts:
     """What is known about a node."""
 
-    __slots__ = ("passed", "point", "resumed", "stamps", "use")
+    __slots__ = ("passed", "point", "resumed", "size", "stamps", "use")
 
     def __init__(self, use: Use, resumed: float) -> None:
         self.use = use  # what it waits for
@@ -29,6 +31,7 @@ class Facts:
         self.passed: Use | None = None  # the request that took it last
         self.resumed = resumed  # when a request last ended or resumed there
         self.stamps = [0] * NOWHERE  # of its entries in an index
+        self.size = 0.0  # that an index has counted
 
 
 def facts_of(node: Node) -> Facts:
@@ -39,6 +42,11 @@ def facts_of(node: Node) -> Facts:
 
 class Recent:
     """LRU: what counts is when a node was used last, and when a request last ended or resumed at its point."""
+
+    recency = True  # is what `rate` gives
+
+    def full(self, symbols: float) -> None:
+        """So much is held, and something has to go."""
 
     def used(self, now: float, symbols: Symbols, salt: bytes, resumed: int) -> Use:
         """A request: something that may come back."""
@@ -52,6 +60,10 @@ class Recent:
             if node.end == resumed or node is nodes[-1]:
                 facts_of(node).resumed = now
         return nodes
+
+    def left(self) -> list[Node]:
+        """Nodes that wait for something else since the last request."""
+        return []
 
     def finished(self, use: Use, made: int) -> None:
         """The reply to a request has so many symbols."""
@@ -81,9 +93,12 @@ class Recent:
 
 
 class Learned(Recent):
-    """Uses per second, as far as experience goes."""
+    """Uses per second, as far as experience goes; the time of the last use where that does better."""
 
-    def __init__(self) -> None:
+    def __init__(self, point: float) -> None:
+        self.recency = False
+        self._point = point
+        self._duel = Duel(self._worth)
         self._model = Model()
         self._recall = Recall()
         self._due: list[tuple[float, int, Use]] = []
@@ -91,13 +106,18 @@ class Learned(Recent):
         self._now = 0.0
         self._moved: dict[Node, None] = {}  # nodes that wait for something else now
 
+    def full(self, symbols: float) -> None:
+        self._duel.fit(symbols)
+        self.recency = self._duel.recency
+
     def used(self, now: float, symbols: Symbols, salt: bytes, resumed: int) -> Use:
         """The use that a request is, with what is known of the conversation that it goes on with."""
         use = Use(Kind.OWN, now, len(symbols))
         lengths, prints = self._recall.prints(symbols)
         before = self._recall.find(salt, prints)
         if before is not None:
-            use.turn, use.talk, use.gap = before.turn + 1, before.talk, max(0.0, now - before.began)
+            use.turn, use.talk = before.turn + 1, before.talk
+            use.gap, use.gap_before = max(0.0, now - before.began), before.gap
             use.fresh = max(0, use.length - before.length)
             self._came(before, now)
             before.kind, before.since = Kind.LEFT, now
@@ -106,7 +126,9 @@ class Learned(Recent):
             self._moved.update(before.nodes)
         use.base = resumed if before is None else before.base
         self._recall.keep(salt, lengths, prints, use)
-        return self._wait(use)
+        self._wait(use)
+        self._duel.kept(use, max(0, use.length - use.base) + self._point)
+        return use
 
     def passed(self, use: Use, path: Sequence[Node], now: float, end: int, resumed: int) -> list[Node]:
         nodes = [node for node in path if node.end <= end]
@@ -120,13 +142,19 @@ class Learned(Recent):
             elif node.resumes and (facts.point is None or facts.point is use):
                 kind = Kind.SHARED if facts.use.kind is Kind.SHARED else Kind.INSIDE
                 self._aim(node, self._wait(Use(kind, now, node.end)))
+        if nodes and nodes[-1].end > use.length and use.kind is Kind.OWN:
+            self._duel.kept(use, nodes[-1].end - use.base + self._point)
+        return nodes
+
+    def left(self) -> list[Node]:
         left, self._moved = self._moved, {}
-        return [*nodes, *(node for node in left if node.facts is not None)]
+        return [node for node in left if node.facts is not None]
 
     def finished(self, use: Use, made: int) -> None:
         use.made = made
         if use.waiting and use.kind is Kind.OWN:
-            use.rows, use.curve = self._model.rows(use), None
+            use.unmade, use.rows, use.curve = use.rows, self._model.rows(use), None
+            self._duel.changed(use)
 
     def advance(self, now: float) -> list[Node]:
         """Uses that outlived a bin teach the model so, and enter the next. The nodes that wait for these."""
@@ -139,6 +167,7 @@ class Learned(Recent):
                 self._model.learn(use, use.bin, False)
             use.bin = use.bin + 1 if use.waiting else max(use.bin + 1, bin_of(self._now - use.since))
             self._call(use)
+            self._duel.changed(use)
             nodes += use.nodes
         return nodes
 
@@ -164,11 +193,16 @@ class Learned(Recent):
             node.facts = None
 
     def rate(self, node: Node) -> float:
-        return self._rate(facts_of(node).use)
+        return super().rate(node) if self.recency else self._rate(facts_of(node).use)
 
     def point_rate(self, node: Node) -> float:
         facts = facts_of(node)
+        if self.recency:
+            return facts.resumed
         return self._rate(facts.point or facts.use)
+
+    def _worth(self, use: Use, weight: float) -> float:
+        return self._rate(use) * (weight - self._point) / weight if weight else 0.0
 
     def _rate(self, use: Use) -> float:
         if use.curve is None or self._model.lessons > 100 + (1 + OUTDATED) * use.drawn:
@@ -178,7 +212,8 @@ class Learned(Recent):
     # Uses.
 
     def _wait(self, use: Use) -> Use:
-        use.bin, use.waiting, use.curve, use.rows = 0, True, None, self._model.rows(use)
+        use.bin, use.waiting, use.curve = 0, True, None
+        use.rows, use.unmade = self._model.rows(use), NO_ROWS
         self._call(use)
         return use
 
@@ -190,6 +225,7 @@ class Learned(Recent):
     def _came(self, use: Use, now: float) -> None:
         if use.waiting:
             self._model.learn(use, bin_of(now - use.since), True)
+            self._duel.came(use)
             use.waiting = False
 
     def _again(self, old: Use, node: Node, now: float) -> Use:
@@ -199,7 +235,9 @@ class Learned(Recent):
         use.gap = max(0.0, now - old.began)
         if old.kind in (Kind.SHARED, Kind.INSIDE):
             self._came(old, now)
-        return self._wait(use)
+        self._wait(use)
+        self._duel.kept(use, len(node.symbols))
+        return use
 
     # Nodes.
 

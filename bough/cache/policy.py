@@ -9,7 +9,7 @@
 Worth is what would have to be computed again, times how often it is expected to be used per second, over what its
 going would really free. KV and resume points are judged together: where a point is needed to resume, a leaf without one
 is stranded and goes first, and a leaf is worth what resuming at its end saves. A point inside a path can go alone.
-`lru` gives up what was used longest ago, stranded first too.
+`lru` gives up what was used longest ago, stranded first too; so does `value` while that would do better.
 
 The index is a heap for each tier. Entries are corrected when they come to the top and when what is expected of a node
 changes with its age (bough/cache/expect.py), so nothing ever walks the tree. No torch, no clock.
@@ -58,10 +58,7 @@ def recency(stake: Stake) -> float:
     return stake.rate if stake.saved else STRANDED
 
 
-POLICIES: dict[str, tuple[Callable[[], Learned | Recent], Callable[[Stake], float], float]] = {
-    "value": (Learned, value, SLACK),
-    "lru": (Recent, recency, 0.0),
-}
+POLICIES = ("value", "lru")
 
 
 class Index:
@@ -71,9 +68,10 @@ class Index:
         """A resume point weighs as much as the K and V of so many symbols; 0: any length can be resumed."""
         if policy not in POLICIES:
             raise ValueError(f'there is no policy "{policy}"; choose one of {", ".join(POLICIES)}')
-        expect, self._worth, self._slack = POLICIES[policy]
-        self._expect = expect()
+        self._expect = Learned(point_symbols) if policy == "value" else Recent()
         self._point = point_symbols
+        self._held = 0.0  # on any tier, in symbols
+        self._recency = self._expect.recency  # is what the heaps are in order of
         self._heaps: list[list[tuple[float, float, int, Node, Move]]] = [[] for _ in range(NOWHERE)]
         self._crowded = [64] * NOWHERE  # entries at which a heap is rid of those that no longer hold
         self._stamps = count(1)
@@ -82,41 +80,50 @@ class Index:
 
     def used(self, path: Sequence[Node], now: float, symbols: Symbols, *, salt: bytes = b"", resumed: int = 0) -> Use:
         """A prompt was read, from the length `resumed` on; the nodes on its path, as far as they were kept."""
-        self._rejudge(self._expect.advance(now))
+        self._reconsider(self._expect.advance(now))
         use = self._expect.used(now, symbols, salt, resumed)
         self._rejudge(self._expect.passed(use, path, now, len(symbols), resumed))
+        self._reconsider(self._expect.left())
         return use
 
     def finished(self, use: Use, made: int, path: Sequence[Node] = (), now: float = 0.0) -> None:
         """The reply to it has so many symbols; the nodes on its path with these, if they were kept."""
         self._expect.finished(use, made)
         self._rejudge(self._expect.passed(use, path, now, use.length + made, 0))
-        self._rejudge(use.nodes)
+        self._reconsider(use.nodes)
 
     # What the tree tells.
 
     def changed(self, node: Node) -> None:
         """Judge a node anew: it or a child came, was split or merged, or got or lost a copy or a resume point."""
         self._expect.know(node)
+        facts, size = facts_of(node), len(node.symbols) + self._point * node.resumes
+        self._held += size - facts.size
+        facts.size = size
         self._rejudge((node,))
 
     def removed(self, node: Node) -> None:
         """Forget a node that left the tree."""
+        self._held -= facts_of(node).size if node.facts is not None else 0.0
         self._expect.forget(node)
 
     # What is asked.
 
     def least(self, tier: int, now: float, frees: Frees) -> tuple[Node, Move] | None:
         """What is worth least on a tier of all that `frees` says would free something; None if nothing would."""
-        self._rejudge(self._expect.advance(now))
+        self._reconsider(self._expect.advance(now))
+        self._expect.full(self._held)
+        if self._recency is not self._expect.recency:
+            self._turn()
         heap, aside, found = self._heaps[tier], [], None
+        slack = 0.0 if self._recency else SLACK
         while heap and found is None:
             entry = heapq.heappop(heap)
             worth, _, _, node, move = entry
             if not _holds(entry, tier):
                 continue
             stake = self.stake(node, tier)
-            if stake is None or stake.move is not move or self._worth(stake) - worth > self._slack * abs(worth):
+            if stake is None or stake.move is not move or self._judge(stake) - worth > slack * abs(worth):
                 self._enter(node, tier)
                 continue
             aside.append(entry)  # until the tree tells what became of it
@@ -144,9 +151,26 @@ class Index:
     def worth(self, node: Node, tier: int) -> float | None:
         """Of keeping what could be evicted of a node on a tier."""
         stake = self.stake(node, tier)
-        return None if stake is None else self._worth(stake)
+        return None if stake is None else self._judge(stake)
+
+    def _judge(self, stake: Stake) -> float:
+        return recency(stake) if self._recency else value(stake)
 
     # The heaps.
+
+    def _turn(self) -> None:
+        """Put everything in the other order."""
+        self._recency = self._expect.recency
+        for tier, heap in enumerate(self._heaps):
+            entries = sorted((entry for entry in heap if _holds(entry, tier)), key=lambda entry: entry[2])
+            heap.clear()
+            for _, _, _, node, _ in entries:
+                self._enter(node, tier)
+
+    def _reconsider(self, nodes: Iterable[Node]) -> None:
+        """Something else is expected of nodes that were not used; to the time of their last use that is nothing."""
+        if not self._recency:
+            self._rejudge(nodes)
 
     def _rejudge(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
@@ -159,7 +183,7 @@ class Index:
         facts_of(node).stamps[tier] = stamp
         if stake is None:
             return
-        heapq.heappush(heap, (self._worth(stake), node.used, stamp, node, stake.move))
+        heapq.heappush(heap, (self._judge(stake), node.used, stamp, node, stake.move))
         if len(heap) > self._crowded[tier]:
             heap[:] = [entry for entry in heap if _holds(entry, tier)]
             heapq.heapify(heap)

@@ -32,8 +32,9 @@ NO_ROWS: Rows = np.empty(0, np.intp)
 FIRST, GROWTH, BINS = 1.0, 1.5, 34  # seconds, ratio, bins: up to a week
 EDGES: Floats = np.concatenate([[0.0], FIRST * GROWTH ** np.arange(BINS)])
 WIDTHS: Floats = np.diff(EDGES)
+LATER: Floats = np.triu(np.ones((BINS, BINS)))
 RATE, STEADY = 0.12, 1.0  # of learning, and what tempers it in the beginning
-NEARBY: Floats = np.array([0.15, 0.5, 0.85, 1.0, 0.85, 0.5, 0.15])  # what a bin tells about its neighbours
+NEARBY: Floats = np.exp(-0.5 * (np.arange(-4, 5) / 1.75) ** 2)  # what a bin tells about its neighbours
 MOST = 30.0  # a logit that is as good as certain
 TRUST = (0.0, 0.5, 1.0)  # in the facts
 LATELY = 5000.0  # lessons
@@ -57,20 +58,22 @@ class Use:
     """A request, or a pass over a shared prefix: something that may come back."""
 
     __slots__ = (
-        "base", "began", "bin", "curve", "drawn", "followers", "fresh", "gap", "kind", "length", "made", "nodes",
-        "rows", "since", "talk", "turn", "waiting",
+        "base", "began", "bin", "curve", "drawn", "followers", "fresh", "gap", "gap_before", "kind", "length", "made",
+        "nodes", "rows", "since", "talk", "turn", "unmade", "waiting",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, now: float, length: int) -> None:
         self.kind, self.length = kind, length
         self.began = self.since = now  # and since when it waits
-        self.turn, self.fresh, self.made, self.gap = 0, 0, -1, -1.0  # -1: not known
+        self.turn, self.fresh, self.made = 0, 0, -1  # -1: not known
+        self.gap = self.gap_before = -1.0  # between the last turns
         self.talk: object = self  # the same for all requests of a conversation; None where it is not known
         self.base = 0  # how much of it the first request of its conversation shared with others
         self.followers = 0  # requests that went on from it
         self.waiting = True  # has not come back, and it would be seen if it did
         self.bin = 0  # that its age is in
         self.rows: Rows = NO_ROWS  # of the model
+        self.unmade: Rows = NO_ROWS  # those it had while it was not known how much it would generate
         self.curve: list[float] | None = None  # rates, by bin
         self.drawn = 0  # when that was drawn, in lessons
         self.nodes: dict[Any, None] = {}  # whatever waits for it
@@ -96,8 +99,7 @@ class Model:
         self.lessons = 0
         self._rows: dict[Hashable, int] = {}
         self._pad = len(NEARBY) // 2
-        self._weights = np.zeros((16, BINS + 2 * self._pad))
-        self._seen = np.full_like(self._weights, STEADY)
+        self._table = self._blank(16)  # for each row the weights of the bins, and what has moved them so far
         self._losses = {kind: [0.0] * len(TRUST) for kind in Kind}
 
     def rows(self, use: Use) -> Rows:
@@ -105,11 +107,13 @@ class Model:
         keys: list[tuple[Any, ...]] = [("age", use.kind), ("with facts", use.kind)]
         if use.kind is Kind.OWN:
             turn, made, length = min(use.turn, 7), steps(use.made), steps(use.length)
+            fresh = steps(use.fresh) if turn else -1
             keys += [
-                ("turn", turn), ("made", made), ("length", length), ("gap", steps(use.gap) // 2),
-                ("fresh", steps(use.fresh) if turn else -1),
+                ("turn", turn), ("made", made), ("fresh", fresh),
+                ("gap", steps(use.gap) // 2), ("gap before", steps(use.gap_before) // 2),
                 ("turn, made", min(turn, 2), made), ("turn, length", min(turn, 2), length),
-                ("length, made", length // 4, made // 4),
+                ("turn, fresh", min(turn, 3), fresh), ("length, made", length // 4, made // 4),
+                ("length, fresh", length // 3, fresh // 2),
             ]  # fmt: skip
         elif use.kind is Kind.SHARED:
             keys += [("uses", steps(use.turn)), ("every", steps(use.gap))]
@@ -121,33 +125,44 @@ class Model:
         row = self._rows.get(key)
         if row is None:
             row = self._rows[key] = len(self._rows)
-            if row == len(self._weights):
-                self._weights = np.concatenate([self._weights, np.zeros_like(self._weights)])
-                self._seen = np.concatenate([self._seen, np.full_like(self._seen, STEADY)])
+            if row == len(self._table):
+                self._table = np.concatenate([self._table, self._blank(row)])
             if key[0] in ("age", "with facts"):
-                self._weights[row, self._pad : self._pad + BINS] = self._start
+                self._table[row, 0, self._pad : self._pad + BINS] = self._start
         return row
+
+    def _blank(self, rows: int) -> Floats:
+        table = np.zeros((rows, 2, BINS + 2 * self._pad))
+        table[:, 1] = STEADY
+        return table
 
     def learn(self, use: Use, at: int, came: bool) -> None:
         """It did or did not come back in this bin, having waited until then."""
         self.lessons += 1
-        rows, span = use.rows, slice(at, at + len(NEARBY))
-        weights = self._weights[rows, span]
-        by_age, rest = float(weights[0, self._pad]), float(weights[1:, self._pad].sum())
+        by_age, rest = self._step(use.rows, at, came)
         losses = self._losses[use.kind]
         for number, trust in enumerate(TRUST):
             chance = sigmoid(by_age + trust * (rest - by_age))
             losses[number] += (-math.log(chance if came else 1.0 - chance) - losses[number]) / LATELY
-        wrong = np.full((len(rows), 1), came - sigmoid(rest))
-        wrong[0] = came - sigmoid(by_age)
-        step = wrong * NEARBY
-        seen = self._seen[rows, span] + step * step
-        self._seen[rows, span] = seen
-        self._weights[rows, span] = weights + RATE * step / np.sqrt(seen)
+        if len(use.unmade) and self.lessons % 2:  # or those that still generate would never learn how it ends
+            self._step(use.unmade, at, came)
+
+    def _step(self, rows: Rows, at: int, came: bool) -> tuple[float, float]:
+        """Correct some rows; the logits that they gave, by age alone and with the facts."""
+        span = slice(at, at + len(NEARBY))
+        part = self._table[rows, :, span]
+        middle = part[:, 0, self._pad].tolist()
+        by_age, rest = middle[0], sum(middle[1:])
+        wrong = [came - sigmoid(by_age), *[came - sigmoid(rest)] * (len(middle) - 1)]
+        step = np.array(wrong)[:, None] * NEARBY
+        part[:, 1] += step * step
+        part[:, 0] += RATE * step / np.sqrt(part[:, 1])
+        self._table[rows, :, span] = part
+        return by_age, rest
 
     def curve(self, use: Use) -> list[float]:
         """Uses to be expected per second from each bin on."""
-        weights = self._weights[use.rows, self._pad : self._pad + BINS]
+        weights = self._table[use.rows, 0, self._pad : self._pad + BINS]
         losses = self._losses[use.kind]
         trust = TRUST[losses.index(min(losses))]
         logits = weights[0] + trust * (weights[1:].sum(0) - weights[0])
@@ -172,7 +187,8 @@ def rates(chances: Floats) -> list[float]:
     used = still[:-1, None] - still[None, 1:]
     spent = waited[None, 1:] - waited[:-1, None]
     ratio = np.where(spent > 1e-12, used / np.maximum(spent, 1e-12), 0.0)
-    return [float(rate) for rate in np.triu(ratio).max(1)]
+    best: list[float] = (ratio * LATER).max(1).tolist()
+    return best
 
 
 class Recall:
