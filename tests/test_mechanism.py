@@ -28,14 +28,12 @@ class Mechanism(StateMachine):
         self.snapshots: dict[Snapshot, tuple[int, ...]] = {}  # with the tokens up to its end
         self.paths: dict[State, tuple[int, ...]] = {}  # the tokens that a state was restored on
 
-    def batch(self, dice):
-        """States that know the entries of tokens they have not read are fed exactly these first."""
-        return [
-            (state, (self.paths[state][state.length : state.known] + tokens)[: max(1, len(tokens))])
-            if state.known > state.length
-            else (state, tokens)
-            for state, tokens in super().batch(dice)
-        ]
+    def some_for(self, state, dice):
+        """A state that knows the entries of tokens it has not read is fed exactly these first."""
+        tokens = super().some_for(state, dice)
+        if state.known == state.length:
+            return tokens
+        return (self.paths[state][state.length : state.known] + tokens)[: max(1, len(tokens))]
 
     @precondition(lambda self: self.tokens)
     @rule(dice=DICE)

@@ -55,7 +55,11 @@ class StateMachine(RuleBasedStateMachine):
     def batch(self, dice: Random) -> list[tuple[State, tuple[int, ...]]]:
         """Some states in some order, with some or no tokens for each."""
         states = dice.sample(list(self.tokens), dice.randint(1, len(self.tokens)))
-        return [(state, some_tokens(dice)) for state in states]
+        return [(state, self.some_for(state, dice)) for state in states]
+
+    def some_for(self, state: State, dice: Random) -> tuple[int, ...]:
+        """Tokens that the state may be fed."""
+        return some_tokens(dice)
 
     def feed(self, batch) -> None:
         with forward(self.pool, batch) as step:
@@ -133,7 +137,7 @@ class StateMachine(RuleBasedStateMachine):
     def fork(self, dice):
         """Once or more, and let the forks and the state itself go on in one step."""
         state = dice.choice(list(self.tokens))
-        batch = [(state, some_tokens(dice))]
+        batch = [(state, self.some_for(state, dice))]
         for _ in range(dice.randint(1, 3)):
             before = dump(self.pool)
             if len(self.tokens) == self.pool.max_running:

@@ -14,10 +14,8 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 from bough.cache.duel import Duel
-from bough.cache.reuse import BINS, EDGES, NO_ROWS, Kind, Model, Recall, Use, bin_of
+from bough.cache.reuse import BINS, EDGES, Kind, Model, Recall, Use, bin_of
 from bough.cache.tree import NOWHERE, Node, Symbols
-
-OUTDATED = 0.05  # a curve is drawn again when the model has had so many more lessons, as a share
 
 
 class Facts:
@@ -153,7 +151,7 @@ class Learned(Recent):
     def finished(self, use: Use, made: int) -> None:
         use.made = made
         if use.waiting and use.kind is Kind.OWN:
-            use.unmade, use.rows, use.curve = use.rows, self._model.rows(use), None
+            use.unmade, use.profile = use.profile, self._model.profile(use)
             self._duel.changed(use)
 
     def advance(self, now: float) -> list[Node]:
@@ -181,7 +179,7 @@ class Learned(Recent):
             else:
                 use = Use(Kind.OWN, node.used, node.end)
                 use.talk, use.waiting = None, False
-                use.rows, use.bin = self._model.rows(use), bin_of(self._now - node.used)
+                use.profile, use.bin = self._model.profile(use), bin_of(self._now - node.used)
                 self._call(use)
             node.facts = Facts(use, node.used)
             use.nodes[node] = None
@@ -193,27 +191,22 @@ class Learned(Recent):
             node.facts = None
 
     def rate(self, node: Node) -> float:
-        return super().rate(node) if self.recency else self._rate(facts_of(node).use)
+        return super().rate(node) if self.recency else self._model.rate(facts_of(node).use)
 
     def point_rate(self, node: Node) -> float:
         facts = facts_of(node)
         if self.recency:
             return facts.resumed
-        return self._rate(facts.point or facts.use)
+        return self._model.rate(facts.point or facts.use)
 
     def _worth(self, use: Use, weight: float) -> float:
-        return self._rate(use) * (weight - self._point) / weight if weight else 0.0
-
-    def _rate(self, use: Use) -> float:
-        if use.curve is None or self._model.lessons > 100 + (1 + OUTDATED) * use.drawn:
-            use.curve, use.drawn = self._model.curve(use), self._model.lessons
-        return use.curve[use.bin]
+        return self._model.rate(use) * (weight - self._point) / weight if weight else 0.0
 
     # Uses.
 
     def _wait(self, use: Use) -> Use:
-        use.bin, use.waiting, use.curve = 0, True, None
-        use.rows, use.unmade = self._model.rows(use), NO_ROWS
+        use.bin, use.waiting = 0, True
+        use.profile, use.unmade = self._model.profile(use), None
         self._call(use)
         return use
 

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from enum import Enum
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,6 @@ from bough.cache.tree import Symbols
 
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
-NO_ROWS: Rows = np.empty(0, np.intp)
 
 FIRST, GROWTH, BINS = 1.0, 1.5, 34  # seconds, ratio, bins: up to a week
 EDGES: Floats = np.concatenate([[0.0], FIRST * GROWTH ** np.arange(BINS)])
@@ -37,6 +37,7 @@ RATE, STEADY = 0.12, 1.0  # of learning, and what tempers it in the beginning
 NEARBY: Floats = np.exp(-0.5 * (np.arange(-4, 5) / 1.75) ** 2)  # what a bin tells about its neighbours
 MOST = 30.0  # a logit that is as good as certain
 TRUST = (0.0, 0.5, 1.0)  # in the facts
+OUTDATED = 0.05  # rates are worked out again when the model has had so many more lessons, as a share
 LATELY = 5000.0  # lessons
 REMEMBERED = 1 << 16  # requests whose paths are recognised
 MOSTLY = 0.65  # of a request; who goes on from that much belongs to the same conversation
@@ -54,12 +55,23 @@ class Kind(Enum):
     INSIDE = "a resume point inside a path"
 
 
+class Profile:
+    """What all uses with the same facts share: rows of the model, and the rates that these give."""
+
+    __slots__ = ("__weakref__", "drawn", "kind", "rates", "rows")
+
+    def __init__(self, kind: Kind, rows: Rows) -> None:
+        self.kind, self.rows = kind, rows
+        self.rates: list[float] = []  # by bin
+        self.drawn = 0  # when they were worked out, in lessons
+
+
 class Use:
     """A request, or a pass over a shared prefix: something that may come back."""
 
     __slots__ = (
-        "base", "began", "bin", "curve", "drawn", "followers", "fresh", "gap", "gap_before", "kind", "length", "made",
-        "nodes", "rows", "since", "talk", "turn", "unmade", "waiting",
+        "base", "began", "bin", "followers", "fresh", "gap", "gap_before", "kind", "length", "made", "nodes",
+        "profile", "since", "talk", "turn", "unmade", "waiting",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, now: float, length: int) -> None:
@@ -72,10 +84,8 @@ class Use:
         self.followers = 0  # requests that went on from it
         self.waiting = True  # has not come back, and it would be seen if it did
         self.bin = 0  # that its age is in
-        self.rows: Rows = NO_ROWS  # of the model
-        self.unmade: Rows = NO_ROWS  # those it had while it was not known how much it would generate
-        self.curve: list[float] | None = None  # rates, by bin
-        self.drawn = 0  # when that was drawn, in lessons
+        self.profile: Profile | None = None
+        self.unmade: Profile | None = None  # that it had while it was not known how much it would generate
         self.nodes: dict[Any, None] = {}  # whatever waits for it
 
 
@@ -98,11 +108,12 @@ class Model:
         self._start = np.log(chance / (1.0 - chance))
         self.lessons = 0
         self._rows: dict[Hashable, int] = {}
+        self._profiles: WeakValueDictionary[Hashable, Profile] = WeakValueDictionary()
         self._pad = len(NEARBY) // 2
         self._table = self._blank(16)  # for each row the weights of the bins, and what has moved them so far
         self._losses = {kind: [0.0] * len(TRUST) for kind in Kind}
 
-    def rows(self, use: Use) -> Rows:
+    def profile(self, use: Use) -> Profile:
         """The rows of weights for a use: the one by age alone, the one that facts are added to, and these."""
         keys: list[tuple[Any, ...]] = [("age", use.kind), ("with facts", use.kind)]
         if use.kind is Kind.OWN:
@@ -119,7 +130,12 @@ class Model:
             keys += [("uses", steps(use.turn)), ("every", steps(use.gap))]
         else:
             keys += [("turn", use.kind, min(use.turn, 3))]
-        return np.array([self._row(key) for key in keys], np.intp)
+        known = tuple(keys)
+        found = self._profiles.get(known)
+        if found is None:
+            rows = np.array([self._row(key) for key in keys], np.intp)
+            found = self._profiles[known] = Profile(use.kind, rows)
+        return found
 
     def _row(self, key: tuple[Any, ...]) -> int:
         row = self._rows.get(key)
@@ -138,14 +154,15 @@ class Model:
 
     def learn(self, use: Use, at: int, came: bool) -> None:
         """It did or did not come back in this bin, having waited until then."""
+        assert use.profile is not None
         self.lessons += 1
-        by_age, rest = self._step(use.rows, at, came)
+        by_age, rest = self._step(use.profile.rows, at, came)
         losses = self._losses[use.kind]
         for number, trust in enumerate(TRUST):
             chance = sigmoid(by_age + trust * (rest - by_age))
             losses[number] += (-math.log(chance if came else 1.0 - chance) - losses[number]) / LATELY
-        if len(use.unmade) and self.lessons % 2:  # or those that still generate would never learn how it ends
-            self._step(use.unmade, at, came)
+        if use.unmade and self.lessons % 2:  # or those that still generate would never learn how it ends
+            self._step(use.unmade.rows, at, came)
 
     def _step(self, rows: Rows, at: int, came: bool) -> tuple[float, float]:
         """Correct some rows; the logits that they gave, by age alone and with the facts."""
@@ -160,13 +177,18 @@ class Model:
         self._table[rows, :, span] = part
         return by_age, rest
 
-    def curve(self, use: Use) -> list[float]:
-        """Uses to be expected per second from each bin on."""
-        weights = self._table[use.rows, 0, self._pad : self._pad + BINS]
-        losses = self._losses[use.kind]
-        trust = TRUST[losses.index(min(losses))]
-        logits = weights[0] + trust * (weights[1:].sum(0) - weights[0])
-        return rates(1.0 / (1.0 + np.exp(-np.clip(logits, -MOST, MOST))))
+    def rate(self, use: Use) -> float:
+        """Uses to be expected per second from its bin on."""
+        profile = use.profile
+        assert profile is not None
+        if not profile.rates or self.lessons > 100 + (1 + OUTDATED) * profile.drawn:
+            weights = self._table[profile.rows, 0, self._pad : self._pad + BINS]
+            losses = self._losses[profile.kind]
+            trust = TRUST[losses.index(min(losses))]
+            logits = weights[0] + trust * (weights[1:].sum(0) - weights[0])
+            profile.rates = rates(1.0 / (1.0 + np.exp(-np.clip(logits, -MOST, MOST))))
+            profile.drawn = self.lessons
+        return profile.rates[use.bin]
 
 
 def sigmoid(logit: float) -> float:
