@@ -151,7 +151,7 @@ class Learned(Recent):
     def finished(self, use: Use, made: int) -> None:
         use.made = made
         if use.waiting and use.kind is Kind.OWN:
-            use.unmade, use.profile = use.profile, self._model.profile(use)
+            use.unmade, use.profile, use.rates = use.profile, self._model.profile(use), []
             self._duel.changed(use)
 
     def advance(self, now: float) -> list[Node]:
@@ -205,7 +205,7 @@ class Learned(Recent):
     # Uses.
 
     def _wait(self, use: Use) -> Use:
-        use.bin, use.waiting = 0, True
+        use.bin, use.waiting, use.rates = 0, True, []
         use.profile, use.unmade = self._model.profile(use), None
         self._call(use)
         return use

@@ -37,7 +37,8 @@ RATE, STEADY = 0.12, 1.0  # of learning, and what tempers it in the beginning
 NEARBY: Floats = np.exp(-0.5 * (np.arange(-4, 5) / 1.75) ** 2)  # what a bin tells about its neighbours
 MOST = 30.0  # a logit that is as good as certain
 TRUST = (0.0, 0.5, 1.0)  # in the facts
-OUTDATED = 0.05  # rates are worked out again when the model has had so many more lessons, as a share
+OUTDATED = 0.05  # a use gets other rates when the model has had so many more lessons, as a share
+RECENT = 0.005  # and rates are worked out again for it, if those of its profile are older than that
 LATELY = 5000.0  # lessons
 REMEMBERED = 1 << 16  # requests whose paths are recognised
 MOSTLY = 0.65  # of a request; who goes on from that much belongs to the same conversation
@@ -70,8 +71,8 @@ class Use:
     """A request, or a pass over a shared prefix: something that may come back."""
 
     __slots__ = (
-        "base", "began", "bin", "followers", "fresh", "gap", "gap_before", "kind", "length", "made", "nodes",
-        "profile", "since", "talk", "turn", "unmade", "waiting",
+        "base", "began", "bin", "drawn", "followers", "fresh", "gap", "gap_before", "kind", "length", "made", "nodes",
+        "profile", "rates", "since", "talk", "turn", "unmade", "waiting",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, now: float, length: int) -> None:
@@ -85,6 +86,8 @@ class Use:
         self.waiting = True  # has not come back, and it would be seen if it did
         self.bin = 0  # that its age is in
         self.profile: Profile | None = None
+        self.rates: list[float] = []  # by bin
+        self.drawn = 0  # when they were worked out, in lessons
         self.unmade: Profile | None = None  # that it had while it was not known how much it would generate
         self.nodes: dict[Any, None] = {}  # whatever waits for it
 
@@ -179,16 +182,20 @@ class Model:
 
     def rate(self, use: Use) -> float:
         """Uses to be expected per second from its bin on."""
-        profile = use.profile
-        assert profile is not None
-        if not profile.rates or self.lessons > 100 + (1 + OUTDATED) * profile.drawn:
+        if not use.rates or self.lessons > 100 + (1 + OUTDATED) * use.drawn:
+            assert use.profile is not None
+            use.rates, use.drawn = self._rates(use.profile), self.lessons
+        return use.rates[use.bin]
+
+    def _rates(self, profile: Profile) -> list[float]:
+        if not profile.rates or self.lessons > (1 + RECENT) * profile.drawn:
             weights = self._table[profile.rows, 0, self._pad : self._pad + BINS]
             losses = self._losses[profile.kind]
             trust = TRUST[losses.index(min(losses))]
             logits = weights[0] + trust * (weights[1:].sum(0) - weights[0])
             profile.rates = rates(1.0 / (1.0 + np.exp(-np.clip(logits, -MOST, MOST))))
             profile.drawn = self.lessons
-        return profile.rates[use.bin]
+        return profile.rates
 
 
 def sigmoid(logit: float) -> float:
