@@ -54,8 +54,9 @@ def work(what: str, home: str, where: str, at: int) -> int:
     for module, function in CHANGES:
         setattr(module, function, moments.around(getattr(module, function)))
     os.fsync = moments.pass_one
-    if what == "create":
-        create(store, name, read_modelfile(Path(where)), tell=moments.pass_one)
+    if what in ("create", "quantise"):
+        scheme = "int8" if what == "quantise" else None
+        create(store, name, read_modelfile(Path(where)), scheme=scheme, tell=moments.pass_one)
     elif what == "pull":
         os.environ["HF_ENDPOINT"] = where
         pull(store, HubId.parse("org/tiny"), name=name, tell=moments.pass_one)

@@ -149,6 +149,13 @@ def test_quantising_that_was_finished_is_not_done_again(tmp_path, monkeypatch):
         make("FROM ./llama", tmp_path, scheme="int4")
 
 
+def test_a_stored_model_may_be_named_to_draft(tmp_path, eager):
+    pair("model", tmp_path)
+    make("FROM ./draft", tmp_path, "small")
+    done = bough("run", tmp_path / "target", PROMPT, "--draft", "small", "--stats", *GREEDY)
+    assert done.exit_code == 0 and re.search(r"\(\d+ drafted", done.stderr), done.stderr
+
+
 def test_the_same_files_are_stored_once(tmp_path):
     small_llama(tmp_path / "folder")
     first = make("FROM ./folder\nSYSTEM one", tmp_path, "one")
@@ -224,12 +231,17 @@ def test_a_head_replaces_the_one_that_was_there(tmp_path):
     assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
     head = {name: tensor + 1 for name, tensor in mtp_tensors(sparse=False).items()}
     save_file(head, tmp_path / "head.safetensors")
+    small_llama(tmp_path / "small")
+    make("FROM ./whole\nDRAFT ./small", tmp_path, "drafted")
+    other = make("FROM drafted\nDRAFT ./head.safetensors", tmp_path, "drafted")
+    assert other.about.drafter == "mtp" and not any(name.startswith("draft/") for name in other.files)
     for folder in ("whole", "shards"):
         stored = make(f"FROM ./{folder}\nDRAFT ./head.safetensors", tmp_path)
         with Engine.load(stored.path, dtype="float32") as engine:
             assert isinstance(engine.drafting.drafter, MTPDrafter)
             assert torch.equal(engine.model.extra["mtp.fc.weight"], head["mtp.fc.weight"])
         again = make("FROM made", tmp_path, "again")
+        assert make(f"FROM ./{folder}", tmp_path, "own").about.drafter == ("mtp" if folder == "whole" else None)
         assert again.about.drafter == "mtp" and again.files.keys() == stored.files.keys()
 
 
@@ -329,6 +341,25 @@ def test_names_that_cannot_be_run(tmp_path):
         ("Q_x-1.5", "Q_x-1.5:latest"),
     ):
         assert Name.parse(name).full == full
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [], {"version": 2}, {"version": 1, "template": {}}, {"version": 1, "parameters": []}, {"version": 1, "more": 1},
+        {"version": 1, "parameters": {"num_predict": "x"}}, {"version": 1, "parameters": {"stop": [3]}},
+        {"version": 1, "license": [3]}, {"version": 1, "weights": {"count": "x", "size": 1}},
+        {"version": 1, "parameters": {"num_ctx": -1}}, {"version": 1, "drafter": "model"},
+    ],
+)  # fmt: skip
+def test_a_folder_that_says_odd_things_of_itself(said, tmp_path):
+    folder = small_llama(tmp_path / "llama")
+    (folder / "bough.json").write_text(json.dumps(said))
+    done = bough("run", folder, PROMPT)
+    assert done.exit_code == 1 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    (tmp_path / "Modelfile").write_text("FROM ./llama")
+    done = bough("create", "made", "-f", tmp_path / "Modelfile")
+    assert done.exit_code == 1 and done.stderr.startswith("error: ")
 
 
 def test_a_path_goes_before_a_name(tmp_path, monkeypatch):

@@ -63,7 +63,8 @@ def test_pull_and_run(hub, llama):
     check(Store())
     sent = hub.sent
     assert bough("pull", "https://huggingface.co/org/tiny@v1", "--name", "again").exit_code == 0
-    assert hub.sent > sent and Store().get(Name.parse("again")).files.keys() == stored.files.keys()
+    assert hub.sent - sent < (llama / "model.safetensors").stat().st_size  # that was there
+    assert Store().get(Name.parse("again")).files.keys() == stored.files.keys()
     assert hub.tokens == {None}
 
 
@@ -150,6 +151,24 @@ def test_a_connection_that_is_always_cut_is_given_up_and_what_came_is_kept(hub, 
     assert [wanted for path, wanted in hub.asked if path.startswith("/cdn")] == ["bytes=1500-"]
     assert not any(path.endswith("/config.json") for path, _ in hub.asked)
     check(Store())
+
+
+def test_a_damaged_file_in_the_store_is_fetched_again(hub, llama):
+    weights = pull(Store(), TINY).folder / "model.safetensors"
+    data = weights.read_bytes()
+    weights.chmod(0o600)
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert pull(Store(), TINY).damaged() == []
+    assert weights.read_bytes() == data
+    check(Store())
+
+
+def test_what_came_of_a_broken_pull_can_be_removed(hub, llama):
+    hub.cuts["model.safetensors"] = [1500, *[0] * 20]
+    refused("try again: what came is kept")
+    assert bough("rm", "org/tiny").exit_code == 0
+    check(Store())
+    assert "there is no model 'org/tiny'" in bough("rm", "org/tiny").stderr
 
 
 def test_bytes_that_are_not_what_the_hub_tells(hub, llama):

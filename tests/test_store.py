@@ -201,22 +201,29 @@ def expect_nothing_half_made(home: Path, expected: set[str | None]) -> None:
         assert stored.damaged() == []
 
 
-@pytest.mark.parametrize("stride", [31, pytest.param(1, marks=pytest.mark.long)])
-def test_killed_creates_leave_nothing_half_made(stride, llama, tmp_path, children):
+@pytest.mark.parametrize(
+    ("what", "stride"),
+    [
+        ("create", 31),
+        pytest.param("create", 1, marks=pytest.mark.long),
+        pytest.param("quantise", 1, marks=pytest.mark.long),
+    ],
+)
+def test_killed_creates_leave_nothing_half_made(what, stride, llama, tmp_path, children):
     """Over nothing, or over an older model of that name. What was half made is gone on with by the next."""
     (tmp_path / "old").write_text("FROM ./llama\nSYSTEM old")
     (tmp_path / "new").write_text("FROM ./llama\nSYSTEM new")
     home = tmp_path / "killed"
-    total = children.count("create", home, tmp_path / "new")
+    total = children.count(what, home, tmp_path / "new")
     for at in range(1, total + 1, stride):
         shutil.rmtree(home)
         before: set[str | None] = {None}
         if at % 2:
             assert not children.killed("create", home, tmp_path / "old")
             before = {"old"}
-        was = children.killed("create", home, tmp_path / "new", at)
+        was = children.killed(what, home, tmp_path / "new", at)
         expect_nothing_half_made(home, before | {"new"} if was else {"new"})
-        assert not children.killed("create", home, tmp_path / "new")
+        assert not children.killed(what, home, tmp_path / "new")
         expect_nothing_half_made(home, {"new"})
         check(Store(home / "models"))
     assert total > 50

@@ -21,7 +21,9 @@ from bough.cache.extent import salt_key
 from bough.cli.folder import StoredModel, stored_models
 from bough.cli.run import find_model
 from bough.cli.terminal import friendly, printable, show_age, show_bytes
+from bough.engine.about import About
 from bough.engine.caching import with_retokenised
+from bough.engine.load import load_tokenizer
 from bough.engine.template import ChatTemplate
 from bough.engine.tokenizer import Tokenizer
 from bough.errors import EmptyPrompt, OptionError, RequestError
@@ -144,12 +146,7 @@ def _folder(disk: Path | None) -> Path:
 
 def _tokenizer(model: str) -> Tokenizer:
     path = find_model(model)
-    if path.is_file():
-        from bough.models.gguf import GGUFFile, gguf_tokenizer  # an optional dependency
-
-        core, special, template, add_bos = gguf_tokenizer(GGUFFile(path))
-        return Tokenizer(core, special=special, template=template, add_bos=add_bos)
-    tokenizer = Tokenizer.from_folder(path)
+    tokenizer = load_tokenizer(path, About.beside(path))
     if tokenizer is None:
         raise OptionError(f"{path} has no tokenizer.json; give the prompt as --tokens")
     return tokenizer

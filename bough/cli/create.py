@@ -18,7 +18,7 @@ from bough.store.store import Store, Stored
 
 @friendly
 def create(
-    name: Annotated[str, typer.Argument(help="What to call the model: [namespace/]name[:tag].")],
+    name: Annotated[str, typer.Argument(help="What to call the model: \\[namespace/]name\\[:tag].")],
     file: Annotated[
         str, typer.Option("--file", "-f", metavar="FILE", help="The Modelfile; - reads standard input.")
     ] = "Modelfile",
@@ -46,7 +46,7 @@ def create(
 def pull(
     repository: Annotated[
         str,
-        typer.Argument(metavar="HUB_ID", help="A repository of the Hugging Face hub: organisation/name[@revision]."),
+        typer.Argument(metavar="HUB_ID", help="A repository of the Hugging Face hub: organisation/name\\[@revision]."),
     ],
     name: Annotated[
         str | None, typer.Option(help="What to call it; by default as the hub does.", show_default=False)

@@ -1,12 +1,13 @@
 """`bough list`, `rm` and `cp`: the models in the store; and what `bough show` tells of one of them."""
 
+import sys
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from bough.cli.terminal import friendly, notes, printable, show_age, show_bytes, stages
+from bough.cli.terminal import friendly, notes, printable, show_age, show_bytes
 from bough.engine.about import About, Weighed
 from bough.errors import ModelError
 from bough.store.fit import config_of
@@ -31,11 +32,13 @@ def list_models() -> None:
         bits = "" if about.weights is None else f"{about.weights.bits:.1f}"
         row = (each.name.full, each.digest[:12], family(each), show_bytes(each.size), bits, draft(about))
         table.add_row(*row, show_age(each.created))
-    console = Console(highlight=False, soft_wrap=True)
-    if console.is_terminal:
-        console.print(table)
-    else:  # one line each, for other programs
-        Console(highlight=False, soft_wrap=True, width=1000).print(table)
+    print_table(table)
+
+
+def print_table(table: Table) -> None:
+    """On a terminal as wide as that is; for other programs nothing is cut."""
+    width = None if sys.stdout.isatty() else 1000
+    Console(highlight=False, soft_wrap=True, width=width).print(table)
 
 
 @friendly
@@ -66,18 +69,19 @@ def facts(stored: Stored) -> list[tuple[str, str]]:
     rows += [("stored weights", weighed(about.weights))] if about.weights else []
     if about.drafter:
         size = f", {weighed(about.draft_weights)}" if about.draft_weights else ""
-        rows += [("draft", f"{draft(about)} from {about.draft_source}{size}")]
+        source = f"from {about.draft_source}" if about.draft_source else "of its own"
+        rows += [("draft", f"{draft(about)} {source}{size}")]
     for name, value in about.parameters.items():
         rows += [("parameter", f"{name} {each!r}") for each in (value if isinstance(value, list | tuple) else [value])]
     rows += [("system", brief(about.system))] if about.system else []
     rows += [("template", brief(about.template))] if about.template else []
     rows += [("license", brief(each)) for each in about.license]
-    return rows
+    return [(what, printable(told)) for what, told in rows]
 
 
 def verify(stored: Stored) -> None:
     """Read all files, and raise if one is not what it was."""
-    with stages("verifying") as _:
+    with notes.status("reading all files"):
         damaged = stored.damaged()
     if damaged:
         raise ModelError(f"{stored.name} is damaged in the store ({', '.join(damaged)}); pull or create it again")

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from bough import CacheConfig, Engine, SamplingParams
 from bough.cli.answers import print_answers
-from bough.cli.models import facts, verify
+from bough.cli.models import facts, print_table, verify
 from bough.cli.stories import tell_stories
 from bough.cli.talk import submit, talk
 from bough.cli.terminal import bar, friendly, notes, parse_bytes, print_warning, show_bytes
@@ -30,6 +29,7 @@ from bough.store.store import Store, Stored
 
 BUNDLED = Path(__file__).parent.parent / "bundled"  # a small model that writes stories, and the name it goes by
 MOST_TOKENS = 512
+DRAFTERS = ("auto", "mtp", "assistant", "ngram")  # words of --draft that are no models
 
 Model = Annotated[
     str | None,
@@ -50,7 +50,8 @@ DiskCache = Annotated[
     typer.Option(metavar="FOLDER", help="Keep state in this folder too, and find it there next time."),
 ]
 Draft = Annotated[
-    str, typer.Option(help="Who guesses tokens ahead: auto, mtp, assistant, ngram, the path of a small model, or none.")
+    str,
+    typer.Option(help="Who guesses tokens ahead: auto, mtp, assistant, ngram, a small model (path or name), or none."),
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Compute every prompt from its beginning.")]
 
@@ -159,7 +160,7 @@ def show(
         table.add_row("longest sequence", f"{fit.longest:,} tokens")
         for length, count in fit.sequences.items():
             table.add_row("fit at once", f"{count:,} sequences of {length:,} tokens")
-        Console(highlight=False, soft_wrap=True).print(table)
+        print_table(table)
 
 
 def _piped(model: str | None) -> list[str] | None:
@@ -214,6 +215,14 @@ def find_stored(model: str | None) -> Stored | None:
     return None if name is None else Store().find(name)
 
 
+def _drafter(draft: str) -> str | Path | None:
+    """The option as the engine takes it: the name of a stored model is the path of it."""
+    if draft == "none":
+        return None
+    stored = None if draft in DRAFTERS else find_stored(draft)
+    return draft if stored is None else stored.path
+
+
 def _path(model: str | None) -> Path:
     return BUNDLED if model in (None, BUNDLED.name) else Path(os.path.expanduser(str(model)))
 
@@ -239,7 +248,7 @@ def loaded(
             cache=cache,
             context=context,
             max_running=max_running,
-            draft=None if draft == "none" else draft,
+            draft=_drafter(draft),
             name=None if stored is None else str(stored.name),
             progress=advance,
         )

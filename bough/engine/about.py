@@ -39,6 +39,10 @@ class Weighed:
     size: int
     scheme: str | None = None
 
+    def __post_init__(self) -> None:
+        require(is_int(self.count, 0) and is_int(self.size, 0), "weights", (self.count, self.size), "whole numbers")
+        require(self.scheme is None or isinstance(self.scheme, str), "scheme", self.scheme, "text, or nothing")
+
     @property
     def bits(self) -> float:
         return 8 * self.size / max(1, self.count)
@@ -59,6 +63,11 @@ class About:
     draft_weights: Weighed | None = None
 
     def __post_init__(self) -> None:
+        for name in ("template", "system", "source", "draft_source", "drafter"):
+            value = getattr(self, name)
+            require(value is None or isinstance(value, str), name, value, "text, or nothing")
+        require(all(isinstance(each, str) for each in self.license), "license", self.license, "a list of texts")
+        require(isinstance(self.parameters, Mapping), "parameters", self.parameters, "names and values")
         self.sampling()
         context = self.parameters.get(CONTEXT)
         require(context is None or is_int(context, 1), CONTEXT, context, "a whole number, 1 or more")
@@ -106,8 +115,6 @@ class About:
             given["top_k"] = 0
         if "top_p" in given:
             given["top_p"] = max(given["top_p"], LEAST_TOP_P)
-        if "stop" in given:
-            given["stop"] = tuple(given["stop"])
         SamplingParams(**given)
         return given
 

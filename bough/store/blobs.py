@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-Progress = Callable[[int, int], None]  # (done, in all), in bytes
 PIECE = 1 << 22
 READ_ONLY = 0o444  # several models may share a file
 

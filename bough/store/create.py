@@ -17,7 +17,7 @@ from bough.models.config import read_json
 from bough.models.quantize import SCHEMES, quantize
 from bough.store import intake
 from bough.store.blobs import Entry
-from bough.store.fit import MTP, check_draft, count, drafter_kind, skeleton
+from bough.store.fit import MTP, check_draft, count, drafter_kind, own_drafter, skeleton
 from bough.store.job import Job
 from bough.store.modelfile import Modelfile
 from bough.store.names import Name
@@ -71,7 +71,7 @@ class Creation:
     def _check(self, target: Part, draft: Part | None) -> str | None:
         model = skeleton(target.path)
         if draft is None:
-            return target.about.drafter
+            return target.about.drafter or own_drafter(model)
         kind = drafter_kind(draft.path)
         if kind == "mtp" and target.path.is_file():
             raise OptionError(f"{self.modelfile.at('DRAFT')}is an MTP head, which a GGUF file cannot be given")
@@ -123,9 +123,9 @@ class Creation:
         ]
         if draft is None:
             return listed[0]
-        if kind == "mtp":
-            return self._with_head(target, listed[0], draft, listed[1])
         own = {name: entry for name, entry in listed[0].items() if not name.startswith(f"{DRAFT}/")}
+        if kind == "mtp":
+            return self._with_head(own, listed[1])
         return own | {f"{DRAFT}/{name}": entry for name, entry in listed[1].items() if "/" not in name}
 
     def _entry(self, part: Part, file: Path | Entry, passed: Callable[[int], None]) -> Entry:
@@ -133,17 +133,14 @@ class Creation:
             return file
         return self.job.add(file, passed, own=part.made and file.is_relative_to(self.job.folder))
 
-    def _with_head(
-        self, target: Part, files: dict[str, Entry], draft: Part, head: dict[str, Entry]
-    ) -> dict[str, Entry]:
-        """The target's files with a head beside them, and an index that says which tensor is in which."""
+    def _with_head(self, files: dict[str, Entry], head: dict[str, Entry]) -> dict[str, Entry]:
+        """The files of a model with a head beside them, and an index that says which tensor is in which."""
         names = {name: REST if name == intake.WHOLE else name for name in files if _is_shard(name)}
-        placed: dict[str, str] = {}
+        listed, placed = self._index(files), dict[str, str]()
         for name, stored in names.items():
-            listed = self._index(target, files)
-            for tensor in intake.tensor_names(self.store.blobs.path(files[name].digest)):
-                if not tensor.startswith(MTP) and listed.get(tensor, name) == name:
-                    placed[tensor] = stored
+            tensors = intake.tensor_names(self.store.blobs.path(files[name].digest))
+            here = [tensor for tensor in tensors if listed.get(tensor, name) == name and not tensor.startswith(MTP)]
+            placed |= dict.fromkeys(here, stored)
         shards = {name: entry for name, entry in head.items() if _is_shard(name)}
         heads = {name: HEAD if len(shards) == 1 else f"mtp-{name}" for name in shards}
         for name, stored in heads.items():
@@ -153,12 +150,11 @@ class Creation:
         index = self.job.put(json.dumps({"metadata": {}, "weight_map": placed}, indent=1).encode())
         return rest | {heads[name]: entry for name, entry in shards.items()} | {intake.INDEX: index}
 
-    def _index(self, target: Part, files: dict[str, Entry]) -> dict[str, str]:
+    def _index(self, files: dict[str, Entry]) -> dict[str, str]:
+        """Which shard each tensor is in, where an index says so."""
         if intake.INDEX not in files or intake.WHOLE in files:
             return {}
-        placed: dict[str, str] = json.loads(self.store.blobs.path(files[intake.INDEX].digest).read_bytes())[
-            "weight_map"
-        ]
+        placed: dict[str, str] = read_json(self.store.blobs.path(files[intake.INDEX].digest))["weight_map"]
         return placed
 
 
@@ -218,7 +214,8 @@ def path_part(text: str, path: Path) -> Part:
         about = About.beside(path)
         files: dict[str, Path | Entry] = dict(intake.files_in(path))
         if about.drafter in ("assistant", "model"):
-            files |= {f"{DRAFT}/{name}": file for name, file in intake.files_in(path / DRAFT).items()}
+            inside = intake.inside(path, DRAFT)
+            files |= {f"{DRAFT}/{name}": file for name, file in intake.files_in(inside).items()}
         return Part(text, path, files, about)
     if path.suffix not in (".gguf", ".safetensors"):
         raise ModelError(f"{path} is no model; give a folder with config.json and *.safetensors, or a .gguf file")

@@ -75,6 +75,14 @@ def drafter_kind(path: Path) -> str:
     return "model"
 
 
+def own_drafter(model: Model) -> str | None:
+    """What kind of drafter is in a model's own weights, if there is one that can be used."""
+    try:
+        return "mtp" if model.extra and MTPHead(model) else None
+    except ModelError:
+        return None
+
+
 def check_draft(draft: Path, kind: str, target: Model, target_path: Path) -> None:
     """Raise if this cannot draft for the target: another vocabulary or width, or layers that the target has not."""
     if kind == "mtp":

@@ -67,7 +67,7 @@ def shards(index: Path) -> list[str]:
 
 def files_in(folder: Path) -> Paths:
     """The files of the model in a folder, all of them regular and inside; its assistant's too, if it has one."""
-    names = {each.name for each in folder.iterdir() if not each.is_dir()}
+    names = {each.name for each in folder.iterdir() if not each.is_dir()} if folder.is_dir() else set()
     if "config.json" not in names:
         raise ModelError(f"{folder} has no config.json; give a folder in the Hugging Face layout or a .gguf file")
     placed = shards(inside(folder, INDEX)) if INDEX in names and WHOLE not in names else []

@@ -10,14 +10,14 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bough.errors import ModelError, OptionError, RequestError
 from bough.store import intake
-from bough.store.blobs import PIECE, sync
+from bough.store.blobs import PIECE, Blobs, Entry, digest_of, sync
 from bough.store.create import Creation, Part, Tell, path_part
 from bough.store.modelfile import Modelfile
 from bough.store.names import LATEST, Name
@@ -96,10 +96,9 @@ def pull(
             part, license = _cached(library, hub, file), None
         else:
             commit, files, license = _listed(library, hub)
-            folder = job.folder / commit
-            chosen = _fetch_small(library, hub, commit, files, folder, file, tell)
-            _fetch(library, hub, commit, chosen, folder, tell)
-            part = replace(_part(hub, folder, file), named=f"{hub.repo}@{commit}", made=True)
+            download = Download(library, hub, commit, files, job.folder / commit, store.blobs, tell)
+            download.fetch(download.weights(file))
+            part = replace(_part(hub, download.folder, file), named=f"{hub.repo}@{commit}", made=True)
         said = Modelfile(str(hub), license=() if license is None else (license,))
         return Creation(store, job, said, tell).run(name, part, None, None, None)
 
@@ -192,45 +191,69 @@ def _told(library: Any, hub: HubId) -> Iterator[None]:
 # Fetching.
 
 
-def _fetch_small(
-    library: Any, hub: HubId, commit: str, files: dict[str, Remote], folder: Path, file: str | None, tell: Tell
-) -> list[Remote]:
-    """Fetch what goes with the weights, and tell which files these are in."""
-    top = {name for name in files if "/" not in name}
-    ggufs = sorted(name for name in top if name.endswith(".gguf"))
-    if file is not None or ("config.json" not in top and ggufs) or (ggufs and not _has_safetensors(top)):
-        return [files[choose_gguf(str(hub), ggufs, file)]]
-    large: list[Remote] = []
-    for prefix in ("", f"{intake.ASSISTANT}/"):
-        names = {name.removeprefix(prefix) for name in files if name.startswith(prefix)}
-        names = {name for name in names if "/" not in name}
-        if prefix and "config.json" not in names:
-            continue
-        indexed = intake.INDEX in names and intake.WHOLE not in names
-        beside = [*intake.beside(names), *([intake.INDEX] if indexed else [])]
-        _fetch(library, hub, commit, [files[prefix + name] for name in beside], folder, tell)
-        placed = intake.shards(folder / prefix / intake.INDEX) if indexed else []
-        large += [files[prefix + name] for name in intake.weights(names, placed, str(hub)) if name != intake.INDEX]
-    return large
+@dataclass(frozen=True, slots=True)
+class Download:
+    """The files of a repository at a commit, on their way into a folder."""
 
+    library: Any
+    hub: HubId
+    commit: str
+    files: dict[str, Remote]
+    folder: Path
+    blobs: Blobs
+    tell: Tell
 
-def _has_safetensors(names: set[str]) -> bool:
-    return any(name.endswith(".safetensors") for name in names)
+    def weights(self, file: str | None) -> list[Remote]:
+        """The files that the weights are in, once what goes with them is fetched."""
+        top = {name for name in self.files if "/" not in name}
+        ggufs = sorted(name for name in top if name.endswith(".gguf"))
+        safetensors = "config.json" in top and any(name.endswith(".safetensors") for name in top)
+        if file is not None or (ggufs and not safetensors):
+            return [self.files[choose_gguf(str(self.hub), ggufs, file)]]
+        found: list[Remote] = []
+        for prefix in ("", f"{intake.ASSISTANT}/"):
+            names = {name.removeprefix(prefix) for name in self.files if name.startswith(prefix)}
+            names = {name for name in names if "/" not in name}
+            if prefix and "config.json" not in names:
+                continue
+            indexed = intake.INDEX in names and intake.WHOLE not in names
+            beside = [*intake.beside(names), *([intake.INDEX] if indexed else [])]
+            self.fetch([self.files[prefix + name] for name in beside])
+            placed = intake.shards(self.folder / prefix / intake.INDEX) if indexed else []
+            chosen = intake.weights(names, placed, str(self.hub))
+            found += [self.files[prefix + name] for name in chosen if name != intake.INDEX]
+        return found
 
+    def fetch(self, files: list[Remote]) -> None:
+        """Fetch files; what of them is there already, or in the store, is not asked for."""
+        what, done, total = f"pulling {self.hub}", 0, sum(each.size for each in files)
 
-def _fetch(library: Any, hub: HubId, commit: str, files: list[Remote], folder: Path, tell: Tell) -> None:
-    """Fetch files into a folder; what of them is there already is not asked for again."""
-    total = sum(each.size for each in files)
-    done = 0
-    for each in files:
-        place = folder / each.name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        url = library.hf_hub_url(hub.repo, each.name, revision=commit, endpoint=_endpoint())
-        if not place.exists():
-            with _told(library, hub):
-                _fetch_one(library, url, each, place, lambda now: tell(f"pulling {hub}", done + now, total))  # noqa: B023
-        done += each.size
-        tell(f"pulling {hub}", done, total)
+        def tell(now: int) -> None:
+            self.tell(what, done + now, total)
+
+        for each in files:
+            place = self.folder / each.name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if not place.exists() and not self._is_stored(each, place):
+                url = self.library.hf_hub_url(self.hub.repo, each.name, revision=self.commit, endpoint=_endpoint())
+                with _told(self.library, self.hub):
+                    _fetch_one(self.library, url, each, place, tell)
+            done += each.size
+            tell(0)
+
+    def _is_stored(self, remote: Remote, place: Path) -> bool:
+        """Whether a file could be taken from the store, where another model has it."""
+        entry = Entry(remote.sha256 or "", remote.size)
+        if not self.blobs.has(entry):
+            return False
+        beside = place.with_name(f"{place.name}.stored")
+        with suppress(FileNotFoundError):  # it was collected meanwhile
+            self.blobs.link(entry, beside)
+            if digest_of(beside) == entry:
+                os.replace(beside, place)
+                return True
+            beside.unlink()
+        return False
 
 
 def _fetch_one(library: Any, url: str, remote: Remote, place: Path, tell: Callable[[int], None]) -> None:

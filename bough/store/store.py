@@ -36,7 +36,10 @@ Files = Mapping[str, Entry]  # by their path in the model's folder
 
 def home() -> Path:
     """Where Bough keeps things: $BOUGH_HOME, or ~/.bough."""
-    return Path(os.environ.get("BOUGH_HOME") or "~/.bough").expanduser()
+    try:
+        return Path(os.environ.get("BOUGH_HOME") or "~/.bough").expanduser()
+    except RuntimeError:
+        raise OptionError("there is no home folder to keep models in; name a place with BOUGH_HOME") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +136,7 @@ class Store:
     @contextmanager
     def job(self, key: str) -> Iterator[Job]:
         """A job, by what it is for; only one process at a time works on it. It is over when the block ends well."""
-        digest = hashlib.sha256(key.encode()).hexdigest()[:32]
-        folder, lock = self._tmp / digest, self._tmp / f"{digest}.lock"
+        folder, lock = self._job(key)
         with self._adding():
             held = _try_lock(lock, fcntl.LOCK_EX)
         if held is None:
@@ -142,8 +144,10 @@ class Store:
         try:
             yield Job(folder, self.blobs, self._adding)
             with self._adding():
-                shutil.rmtree(folder)
+                self._drop(folder)
         finally:
+            with suppress(OSError):  # there is something in it to go on with, or it is gone
+                folder.rmdir()
             os.close(held)
         self.collect()
 
@@ -172,10 +176,17 @@ class Store:
         self.collect()
         return self.get(target)
 
+    def _job(self, key: str) -> tuple[Path, Path]:
+        """The folder of a job, and its lock."""
+        digest = hashlib.sha256(key.encode()).hexdigest()[:32]
+        return self._tmp / digest, self._tmp / f"{digest}.lock"
+
     def remove(self, name: Name) -> None:
+        """Let a name stand for nothing, and forget what was broken off on the way to it."""
         with self._adding():
             path = self._manifest(name)
-            if not path.is_file():
+            begun = [self._forget(f"{what} {name.full}") for what in ("create", "pull")]
+            if not path.is_file() and not any(begun):
                 self.get(name)
             path.unlink(missing_ok=True)
             with suppress(OSError):  # it has other tags
@@ -209,13 +220,27 @@ class Store:
             trees = {each.digest for each in named}
             for tree in self._trees.iterdir() if self._trees.is_dir() else ():
                 if tree.name not in trees:
-                    gone = self._tmp / f"gone-{token_hex(8)}"
-                    os.rename(tree, gone)
-                    shutil.rmtree(gone)
+                    self._drop(tree)
             live = {entry.digest for each in named for entry in each.files.values()}
             for folder in self._tmp.iterdir():
                 live |= {entry.digest for entry in claimed(folder).values()}
             return sum(self.blobs.remove(digest) for digest in self.blobs.all() if digest not in live)
+
+    def _forget(self, key: str) -> bool:
+        """Remove what is left of a job that nobody works on. Says if there was something."""
+        folder, lock = self._job(key)
+        held = _try_lock(lock, fcntl.LOCK_EX) if folder.exists() else None
+        if held is None:
+            return False
+        self._drop(folder)
+        os.close(held)
+        return True
+
+    def _drop(self, folder: Path) -> None:
+        """Remove a folder, all of it at once for whoever looks."""
+        gone = self._tmp / f"gone-{token_hex(8)}"
+        os.rename(folder, gone)
+        shutil.rmtree(gone)
 
     def _forget_jobs(self) -> None:
         """Remove what was left in tmp by processes that are gone: at once what cannot be gone on with, jobs later."""
@@ -227,8 +252,9 @@ class Store:
                 if held is None:
                     continue
                 touched = [each for each in (folder / JOURNAL, folder) if each.exists()]
-                if not touched or touched[0].stat().st_mtime < old:
-                    shutil.rmtree(folder, ignore_errors=True)
+                if touched and touched[0].stat().st_mtime < old:
+                    self._drop(folder)
+                if not folder.exists():
                     path.unlink()
                 os.close(held)
             elif path.name.startswith("gone-"):
