@@ -1,7 +1,6 @@
 """Models of 8 and 4 bits: written as the format says, run as their weights say, and nothing half-made left behind."""
 
 import json
-import lzma
 import math
 import re
 import shutil
@@ -19,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from speculation import USED, Fixed, _saved, prompt_of
 from test_assistant import assistant
 from test_gemma4 import EXPERTS, PLAIN, gemma4
-from test_real_weights import SMOLLM2, SMOLLM2_SHA256, fetch
-from test_real_weights import pytestmark as real_weights
+from test_mtp import dense, mtp_tensors, sparse
 from torch import Tensor
 
 from bough import Engine, SamplingParams, ops
@@ -43,7 +41,6 @@ from bough.state.layout import Layout
 from bough.state.live import State
 
 SCHEMES = ("int8", "int4")
-CORPUS = Path(__file__).parents[2] / "shared" / "corpus" / "classic_books.val.txt.xz"
 
 
 def quantised_to(source: Path, scheme: str, target: Path) -> Path:
@@ -196,15 +193,17 @@ def test_a_head_of_its_own_has_eight_bits(tmp_path, llama_folder):
     assert stored["model.layers.0.mlp.up_proj.weight"].dtype == torch.uint8
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
-def test_mtp_heads(tmp_path, family):
-    small = quantised_to(_saved(family, tmp_path / "source"), "int4", tmp_path / "small")
+@pytest.mark.parametrize("own", [(), ("embed_tokens", "lm_head")])
+def test_mtp_heads(tmp_path, own):
+    source = dense(tmp_path / "source", mtp_tensors(sparse=False, own=own)) if own else sparse(tmp_path / "source")
+    small = quantised_to(source, "int4", tmp_path / "small")
     plain = expanded(small, tmp_path / "plain")
     ours, theirs = (MTPHead(load_model(folder, dtype="float32")) for folder in (small, plain))
-    assert ours.embedding is None and ours.weight_bytes < theirs.weight_bytes
+    assert (ours.embedding is None) == (not own) and ours.weight_bytes < theirs.weight_bytes
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     expect_close(ours.project(x), theirs.project(x))
     expect_close(ours.layer.mlp(x[:, :32]), theirs.layer.mlp(x[:, :32]))
+    expect_close(ours.logits(x[:, :32]), theirs.logits(x[:, :32]))
 
 
 def test_assistants(tmp_path):
@@ -365,41 +364,3 @@ def test_tensors_that_do_not_fit(tmp_path, llama_folder):
     assert f"missing: {mlp}.gate_proj.weight.zero" in message
     assert f"{mlp}.up_proj.weight is torch.uint8 [80, 23] in 3 groups" in message
     assert f"{mlp}.down_proj.weight is torch.uint8 [48, 40] in 4 groups" in message
-
-
-@torch.inference_mode()
-def perplexity(model: Model, tokens: list[int], window: int = 512) -> float:
-    pool, nats = pool_for(model, tokens=2 * window, page_tokens=16, running=2), 0.0
-    for at in range(0, len(tokens) - window, window):
-        state = State(pool)
-        logits = feed(model, pool, [(state, tokens[at : at + window])])[0].float()
-        state.release()
-        nats += torch.nn.functional.cross_entropy(
-            logits, torch.tensor(tokens[at + 1 : at + window + 1]), reduction="sum"
-        ).item()
-    return math.exp(nats / (len(tokens) // window * window))
-
-
-def expect_little_lost(source: Path, folder: Path) -> None:
-    """Of the text that the aims are about, in bfloat16 throughout."""
-    loaded = load(source, dtype="bfloat16")
-    text = lzma.decompress(CORPUS.read_bytes())[300_000:340_000].decode(errors="ignore")
-    tokens = loaded.tokenizer.encode(text)[:4097]
-    plain = perplexity(loaded.model, tokens)
-    for scheme, most in (("int8", 1.005), ("int4", 1.05)):
-        ours = perplexity(load_model(quantised_to(source, scheme, folder / scheme)), tokens)
-        assert ours < most * plain, f"{scheme}: {ours:.3f}, where bfloat16 has {plain:.3f}"
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not CORPUS.exists(), reason="the validation text is not there")
-def test_perplexity_of_the_bundled_model(tmp_path):
-    expect_little_lost(BUNDLED, tmp_path)
-
-
-@pytest.mark.real_weights
-@real_weights[1]
-@pytest.mark.skipif(not CORPUS.exists(), reason="the validation text is not there")
-def test_perplexity_of_smollm2(tmp_path):
-    """The file has weights of 4 bits in groups of 32 itself, so int4 has less to lose here than on most."""
-    expect_little_lost(fetch(SMOLLM2, SMOLLM2_SHA256), tmp_path)

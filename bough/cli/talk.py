@@ -22,6 +22,7 @@ from bough.cli.terminal import notes, print_error, printable, show_bytes
 from bough.engine.chat import Chat
 from bough.engine.request import Handle, Usage
 from bough.errors import BadPrompt, OptionError, RequestError
+from bough.store.store import home
 
 MOST_LINES, LONGEST_LINE = 1000, 8000  # that the history keeps from one run to the next
 MOST_BRANCHES, MOST_NODES = 20, 100_000  # that /tree shows, and looks at
@@ -289,7 +290,7 @@ def _readline() -> ModuleType | None:
 
 
 def history_path() -> Path:
-    return Path(os.environ.get("BOUGH_HOME") or "~/.bough").expanduser() / "history"
+    return home() / "history"
 
 
 def load_history() -> list[str]:

@@ -30,6 +30,7 @@ SCHEMES = {"int8": 8, "int4": 4}  # bits a weight
 # Tensors that stay as they are, by what is in their names, and why. What is no matrix stays too.
 SPARED = {
     r"embed_tokens": "embeddings are looked up, not multiplied with, and most are the head too",
+    r"^mtp\.lm_head\.": "the rare head of a draft's own, which decides what it guesses",
     r"masked_embedding\.": "the clusters of a head: few rows, which decide what tokens are scored at all",
     r"norm": "few numbers that scale everything",
     r"conv1d\.|\.conv\.conv\.": "the taps of convolutions: few, and their errors stay in the state",

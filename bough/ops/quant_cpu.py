@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bough.ops.quant import TILE, Quantised
 
-FEW = 24  # rows, up to which the op is faster than expanding tiles
+FEW = 48  # rows, up to which the op is faster with one plane than expanding tiles; half with two
 GROUPS = (32, 64, 128, 256)  # that the op knows
 
 
@@ -34,33 +34,38 @@ class Planes:
 
     def product(self, x: Tensor) -> Tensor:
         """x [T, in] · weightᵀ."""
-        out = self.shape[0]
-        if 0 < len(x) <= FEW:
-            y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.data, self.group, self.scales)
-        else:
-            y = self._expanding(x)
-        return y if y.shape[1] == out else y[:, :out] + y[:, out:]
+        out, rows = self.shape[0], self.scales.shape[1]
+        if not 0 < len(x) <= FEW * out // rows:
+            return self._expanding(x)
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.data, self.group, self.scales)
+        return y if rows == out else y[:, :out] + y[:, out:]
 
     def _expanding(self, x: Tensor) -> Tensor:
-        """The same by ordinary products with some blocks of rows at a time, each expanded as [in, rows]."""
-        groups, rows, _ = self.scales.shape
-        inputs, width = self.shape[1], block_rows()
-        data = self.data.view(rows // width, groups, self.group, width // 2)
-        scale, zero = self.scales.view(groups, rows // width, width, 2).unbind(-1)
-        step = max(1, TILE // (inputs * width))
-        y = x.new_empty(len(x), rows // width, width)
-        for at in range(0, len(data), step):
+        """The same by ordinary products with some blocks of outputs at a time, each expanded as [in, out]."""
+        (out, inputs), groups, width = self.shape, len(self.scales), block_rows()
+        blocks, step = out // width, max(1, TILE // (inputs * width))
+        data = self.data.view(-1, blocks, groups, self.group, width // 2)
+        by_block = self.scales[:, -out:].view(groups, blocks, 1, width, 2).permute(4, 1, 0, 2, 3)
+        scale, zero = by_block.float().contiguous()  # [blocks, groups, 1, width]
+        zero = zero - (8 if len(data) == 1 else 136) * scale  # that of the low plane has 8 more in it
+        y = x.new_empty(len(x), out)
+        for at in range(0, blocks, step):
             some = slice(at, at + step)
-            codes = unpacked(data[some]).to(x.dtype).sub_(8)
-            by_block = [each[:, some].transpose(0, 1).contiguous()[:, :, None] for each in (zero, scale)]
-            weight = torch.addcmul(by_block[0], codes, by_block[1]).flatten(1, 2)  # [blocks, in, width]
-            y[:, some] = (x @ weight).transpose(0, 1)
-        return y.view(len(x), rows)
+            codes = unpacked(data[-1, some]) if len(data) == 1 else joined(data[0, some], data[1, some])
+            weight = torch.addcmul(zero[some], codes.float(), scale[some]).flatten(1, 2)  # [blocks, in, width]
+            tile = x.new_empty(inputs, len(weight), width).copy_(weight.transpose(0, 1))
+            torch.mm(x, tile.flatten(1), out=y[:, at * width : at * width + tile.shape[1] * width])
+        return y
 
 
 def unpacked(data: Tensor) -> Tensor:
     """The codes [..., width] in a block of the op's layout: each byte has one of the first rows and one of the rest."""
     return torch.cat([data & 15, data >> 4], -1)
+
+
+def joined(high: Tensor, low: Tensor) -> Tensor:
+    """The same of two planes: 16 · high + low."""
+    return torch.cat([(high << 4) | (low & 15), (high & 240) | (low >> 4)], -1)
 
 
 def planes(weight: Quantised) -> Planes | None:

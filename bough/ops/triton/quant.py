@@ -15,7 +15,7 @@ from torch import Tensor
 OUTPUTS = 64  # of a program
 INPUTS = 128  # at a time: a multiple of any group
 PROGRAMS = 512  # wanted at least, if the inputs can be cut
-PART = 1024  # inputs that are worth a program
+PART = 512  # inputs that are worth a program
 
 
 @triton.jit
