@@ -121,7 +121,7 @@ class Ours:
         return token
 
     def _feed(self, tokens: list[int]) -> int:
-        _, logits = self.runner.forward([(self.state, tokens)], [0])
+        _, logits = self.runner.forward([(self.state, tokens)], [1])
         return int(logits[0].argmax())
 
 
