@@ -184,7 +184,7 @@ class Fixed:
     def __init__(self, depth: int) -> None:
         self.depth = depth
 
-    def begin(self) -> "Fixed":
+    def begin(self, *, greedy: bool) -> "Fixed":
         return self
 
     def choose(self, rows: int, most: int) -> int:

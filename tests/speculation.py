@@ -150,7 +150,7 @@ class Dice:
     def __init__(self, seed: int = 0, deepest: int = 8) -> None:
         self.dice, self.deepest = Random(seed), deepest
 
-    def begin(self) -> "Dice":
+    def begin(self, *, greedy: bool) -> "Dice":
         return self
 
     def choose(self, rows: int, most: int) -> int:

@@ -191,6 +191,15 @@ def test_requests_differ():
     assert sum(other for _, other in played[-300:]) < 60
 
 
+def test_greedy_requests_teach_sampled_ones_nothing():
+    depth = Depth(LIMIT)
+    world = World(1.0)
+    world.depth, world.request = depth, depth.begin()
+    world.run(300)
+    assert depth.begin().rates.first(1)[0] > 0.95
+    assert depth.begin(greedy=False).rates.first(1) == [PRIOR]
+
+
 def test_batches_have_costs_of_their_own():
     """One row is bound by memory and drafts for free; many rows compute, and pay for every token."""
     depth = Depth(LIMIT)

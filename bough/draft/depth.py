@@ -2,10 +2,10 @@
 
 A draft of d tokens gives 1 + r₀ + r₀r₁ + … + r₀…r_{d−1} tokens, where r_i is how often draft token i stands once those
 before it do, and its round takes a while. Both are learnt: a request's rates from its own rounds, starting from what
-all requests taught, and the seconds from all rounds of about as many rows. The first token drafted often costs far
-more than the next ones (there is a drafter to run at all, and several rows to verify), so one token may not pay where
-several do: a deeper draft is measured as soon as it would pay if it cost no more than one token. From there depths are
-tried one by one: at most one deeper than any measured.
+all requests of its sort taught (greedy ones are far easier to guess than sampled ones), and the seconds from all rounds
+of about as many rows. The first token drafted often costs far more than the next ones (a drafter is run at all, several
+rows are verified), so one token may not pay where more of them do: a deeper draft is measured as soon as it would
+pay if it cost no more than one token. From there depths are tried one by one: at most one deeper than any measured.
 
 What is not chosen is not measured, and may have changed: now and then a round is a probe of a depth beside the chosen
 one, or of the best draft where none is chosen. How often depends on what that is thought to cost, so that all probes
@@ -117,7 +117,7 @@ class Depth:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit  # of tokens in a draft
-        self.rates = Rates()
+        self.rates = {greedy: Rates() for greedy in (True, False)}
         self.patience = 1  # of a new request
         self.since = 0  # rounds since any request's probe
         self._costs: dict[int, Costs] = {}  # by the number of rows, in powers of two
@@ -125,16 +125,16 @@ class Depth:
     def costs(self, rows: int) -> Costs:
         return self._costs.setdefault(max(rows, 1).bit_length(), Costs())
 
-    def begin(self) -> "RequestDepth":
-        return RequestDepth(self)
+    def begin(self, *, greedy: bool = True) -> "RequestDepth":
+        return RequestDepth(self, self.rates[greedy])
 
 
 class RequestDepth:
     """Chooses the depth of one request's drafts, round by round."""
 
-    def __init__(self, shared: Depth) -> None:
+    def __init__(self, shared: Depth, taught: Rates) -> None:
         self.shared = shared
-        self.rates = Rates(shared.rates)
+        self.taught, self.rates = taught, Rates(taught)
         self._patience = shared.patience  # how many times longer than necessary it waits before a probe
         self._since = shared.since  # rounds since the last one; short requests go on where the ones before ended
         self._probe: int | None = None  # the depth that was asked for only to learn about it
@@ -180,7 +180,7 @@ class RequestDepth:
         better = probed and any(rate < 0.5 for rate in self.rates.first(accepted))  # than was thought
         before = self.best(rows) if probed else depth
         self.rates.learn(depth, accepted)
-        self.shared.rates.learn(depth, accepted)
+        self.taught.learn(depth, accepted)
         self.shared.costs(rows).learn(depth, seconds)
         self._since += 1
         self.shared.since += 1

@@ -105,7 +105,8 @@ class Drafting:
         """A sequence starts with its first `resumed` tokens known to the target."""
         if self.drafter is None or sequence.request.params.draft is None or sequence.request.score:
             return
-        side = self._sides[sequence] = Side(next(self._numbers), self.depth.begin())
+        greedy = sequence.request.params.temperature == 0
+        side = self._sides[sequence] = Side(next(self._numbers), self.depth.begin(greedy=greedy))
         if not self.drafter.kinds or self.cache is None:
             return
         self.cache.tiers.lane.fence()
