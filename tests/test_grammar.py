@@ -69,7 +69,7 @@ class Always:
     def __init__(self, depth: int) -> None:
         self.depth = depth
 
-    def begin(self):
+    def begin(self, *, greedy):
         return self
 
     def choose(self, rows: int, most: int) -> int:

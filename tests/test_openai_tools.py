@@ -38,7 +38,7 @@ def tooled(hybrid_folder, tmp_path_factory):
     add_tokenizer(folder, TOOL_TEMPLATE)
     with Engine.load(folder, dtype="float32", cache=CacheConfig(device_bytes=64 << 20)) as engine:
 
-        def submit(prompt, params, *, boundaries=()) -> Handle:
+        def submit(prompt, params, *, boundaries=(), marks=()) -> Handle:
             tokens = engine.tokenize(REPLY)
             handle = Handle(Request(tuple(prompt), params, 0), has_text=True)
             asked.append(engine.tokenizer.decode(prompt, skip_special=False))
