@@ -1,13 +1,10 @@
-"""The Triton kernels for weights of few bits against their reference twins; run as those of test_triton.py are."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The Triton kernels for weights of few bits against their reference twins; test_triton.py runs them in the
+interpreter where there is no GPU.
+"""
 
 import pytest
 import torch
-from test_triton import DEVICE, HERE, INSTALLED, LOW, kernels, plain_numbers
+from test_triton import DEVICE, HERE, LOW, kernels, plain_numbers
 
 from bough.models.rounding import quantised
 from bough.ops import Quantised
@@ -18,20 +15,6 @@ if HERE:
     from bough.ops.triton import quant as twin
 
 SHAPES = [(70, 96, 1), (64, 576, 5), (130, 512, 20), (33, 48, 16), (1, 128, 64), (192, 640, 33)]
-
-
-@pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
-@pytest.mark.skipif(HERE, reason="the tests below run in this process")
-def test_kernels_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-W", "ignore"]
-    ran = subprocess.run(
-        [*command, __file__],
-        cwd=Path(__file__).parents[1],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout + ran.stderr
 
 
 @kernels

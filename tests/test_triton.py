@@ -34,11 +34,12 @@ LONG = Rows((70, 9, 2, 0, 40), (3, 0, 1, 1, 1), ((5, 6, 70), (), (1,), (), (32,)
 
 
 @pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
-@pytest.mark.skipif(HERE, reason="the tests below run in this process")
-def test_kernels_in_the_interpreter():
+@pytest.mark.skipif(HERE, reason="the tests run in this process")
+@pytest.mark.parametrize("name", ["test_triton.py", "test_quant_kernels.py"])
+def test_kernels_in_the_interpreter(name):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-W", "ignore"]
     ran = subprocess.run(
-        [*command, __file__],
+        [*command, Path(__file__).with_name(name)],
         cwd=Path(__file__).parents[1],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
