@@ -1,21 +1,22 @@
 """What the tree costs: matching, admitting and evicting at 10³ to 10⁶ nodes, and the bytes of objects a node takes.
 
-    python bench/tree.py                    # all sizes; a minute or two
+    python bench/tree.py                    # all sizes; the largest takes a while
     python bench/tree.py --nodes 1e3,1e4    # some
-    python bench/tree.py --policy lru
+    python bench/tree.py --policy lru --append
 
 The tree is one of conversations: shared openings that branch into turns. One JSON line for each size; microseconds are
-medians over prompts of 64 symbols, so a flat column means that the cost depends on the prompt alone.
+medians over prompts of 64 symbols, so a flat column means that the cost depends on the prompt alone. An admission is
+of eight nodes, each with a resume point. Each size has a process of its own, whose memory tells the bytes.
 """
 
 import argparse
-import gc
 import json
+import multiprocessing
 import os
 import platform
+import resource
 import sys
 import time
-import tracemalloc
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -83,20 +84,22 @@ def microseconds(work) -> float:
     return round(1e6 * median(taken), 1)
 
 
+def resident() -> int:
+    """Bytes that the process has taken at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def measure(nodes: int, policy: str) -> dict:
     dice, index = Random(1), Index(policy, point_symbols=400)
-    tracemalloc.start()
     tree = Tree(watcher=index)
-    before, now, kept = tracemalloc.get_traced_memory()[0], 0.0, []
+    before, now, kept = resident(), 0.0, []
     while tree.size < nodes:
         now += 1.0
         symbols = prompt(dice)
         admit(tree, index, symbols, now)
         if len(kept) < TRIES:
             kept.append(symbols)
-    gc.collect()
-    nbytes = (tracemalloc.get_traced_memory()[0] - before) / tree.size
-    tracemalloc.stop()
+    nbytes = (resident() - before) / tree.size
     known = iter(kept * TRIES)
     return {
         "bench": "tree",
@@ -115,14 +118,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", default="1e3,1e4,1e5,1e6")
     parser.add_argument("--policy", default="value", choices=("value", "lru"))
+    parser.add_argument("--append", action="store_true", help="keep the lines that are in the results file")
     parser.add_argument("--out", type=Path, default=OUT)
     asked = parser.parse_args()
-    lines = []
-    for size in asked.nodes.split(","):
-        line = measure(int(float(size)), asked.policy)
-        lines.append(json.dumps(line))
-        print(lines[-1], file=sys.stderr)
-    asked.out.write_text("\n".join(lines) + "\n")
+    with asked.out.open("a" if asked.append else "w") as file:
+        for size in asked.nodes.split(","):
+            with multiprocessing.get_context("spawn").Pool(1) as alone:
+                line = json.dumps(alone.apply(measure, (int(float(size)), asked.policy)))
+            print(line, file=sys.stderr)
+            print(line, file=file, flush=True)
 
 
 if __name__ == "__main__":
