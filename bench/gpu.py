@@ -1,68 +1,30 @@
-"""Kernels on one CUDA device, each beside its ceiling and, where there is one, its peer in the same run.
+"""Kernels and a whole model on one CUDA device, beside their ceilings and, where there is one, a peer in the same run.
 
     PYTHONPATH=. python bench/gpu.py [--groups delta_decode,attention_decode,delta_prefill] [--peers DIR] [--out FILE]
+    PYTHONPATH=. python bench/gpu.py --groups model_decode,model_prefill,model_reuse
+    PYTHONPATH=. python bench/gpu.py --tiny     the groups of whole models, at a tiny shape on a CPU, to see them work
 
-A group takes a minute or two, compilation included. The ceiling is what a copy of 2 GiB moves in the same run, bytes
-read and written together, and for prefill the time that its inputs and outputs take at that rate. The peer is fla-core
-(`--peers`: a folder with its unpacked wheel). Inputs are random. Times are medians of event timings with a cold cache
-(`eager`), or of graph replays (`graph`), which leave the launches of several kernels out. Errors are relative to
-float64, by norm. Each figure is one JSON line.
+A group of kernels takes a minute or two, compilation included; those of a whole model (gpu_model.py) some minutes. The
+ceiling is what a copy of 2 GiB moves in the same run, bytes read and written together, and for prefill the time that
+its inputs and outputs take at that rate. The peer is fla-core (`--peers`: a folder with its unpacked wheel). Inputs are
+random. Times are medians of event timings with a cold cache (`eager`), or of graph replays (`graph`), which leave the
+launches of several kernels out. Errors are relative to float64, by norm. Each figure is one JSON line.
 """
 
 import argparse
-import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
+import gpu_model
 import torch
+from gpu_figures import LOW, Run, eager, graph
 from torch import Tensor
-from triton.testing import do_bench, do_bench_cudagraph
 
 from bough import ops
 from bough.ops import Pages, Rows, Slots
 from bough.ops import triton as kernels
 
-DEVICE, LOW = "cuda", torch.bfloat16
+DEVICE = "cuda"
 K_HEADS, HEADS, WIDTH = 16, 32, 128  # of gated-delta layers of 4 B hybrids
-
-
-class Run:
-    """Where figures go, with what they are held against."""
-
-    def __init__(self, out: Path, peers: Path | None) -> None:
-        self.out, self.peers = out, peers
-        source = torch.randn(2**29, device=DEVICE)
-        target = torch.empty_like(source)
-        self.rate = 2 * source.nbytes / eager(lambda: target.copy_(source))  # bytes a µs
-        self.machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        self.figure("copy of 2 GiB", tb_s=self.rate / 1e6)
-
-    def figure(self, name: str, **values: float | str | None) -> None:
-        rounded = {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in values.items()}
-        line = json.dumps({"figure": name, **rounded, **self.machine})
-        print(line, flush=True)
-        with self.out.open("a") as file:
-            file.write(line + "\n")
-
-    def peer(self, name: str) -> Callable | None:
-        if self.peers is None:
-            return None
-        if str(self.peers) not in sys.path:
-            sys.path.append(str(self.peers))
-        import fla.ops.gated_delta_rule
-
-        return getattr(fla.ops.gated_delta_rule, name)
-
-
-def eager(work: Callable[[], object]) -> float:
-    """µs."""
-    return do_bench(work, warmup=20, rep=100, return_mode="median") * 1e3
-
-
-def graph(work: Callable[[], object]) -> float:
-    torch.cuda.synchronize()  # it is captured on a stream of its own, which does not wait for the inputs
-    return do_bench_cudagraph(work, rep=100, return_mode="median") * 1e3
 
 
 def error(ours: Tensor, exact: Tensor) -> float:
@@ -126,7 +88,7 @@ def delta_decode(run: Run) -> None:
 def delta_layer(run: Run, data: Tensor, order: list[int]) -> None:
     """Convolution, gates, rule and norm, of one token a row."""
     channels = 2 * K_HEADS * WIDTH + HEADS * WIDTH
-    layer = kernels.DeltaLayer(
+    layer = ops.DeltaLayer(
         torch.randn(4, channels, device=DEVICE), -torch.rand(HEADS, device=DEVICE), torch.randn(HEADS, device=DEVICE),
         torch.randn(WIDTH, device=DEVICE, dtype=LOW), 1e-6,
     )  # fmt: skip
@@ -161,17 +123,20 @@ def attention_decode(run: Run) -> None:
     ):
         count = rows * keys // page
         k, v = (torch.randn(count, page, kv_heads, width, device=DEVICE, dtype=LOW) for _ in range(2))
-        table = torch.randperm(count, device=DEVICE).view(rows, -1)
+        table = torch.randperm(count, device=DEVICE, dtype=torch.int32)
         nowhere = table.new_empty(0)
         q = torch.randn(rows * tokens, heads, width, device=DEVICE, dtype=LOW)
         shape = Rows((tokens,) * rows, (keys - tokens,) * rows)
-        pages = Pages(k, v, table, (0,) * rows, nowhere, nowhere)
+        pages = Pages(k, v, table, tuple(range(0, count, count // rows)), nowhere, nowhere)
 
         def work(q: Tensor = q, shape: Rows = shape, pages: Pages = pages) -> Tensor:
             return kernels.attention(q, shape, scale=width**-0.5, stored=pages)
 
-        first = Pages(*(each.index_select(0, table[0]).double() for each in (k, v)),
-                      torch.arange(len(table[0]), device=DEVICE)[None], (0,), nowhere, nowhere)  # fmt: skip
+        own = table[: count // rows]  # of the first row
+        first = Pages(
+            *(each.index_select(0, own).double() for each in (k, v)), torch.arange(len(own), device=DEVICE), (0,),
+            nowhere, nowhere,
+        )  # fmt: skip
         exact = ops.attention(q[:tokens].double(), Rows((tokens,), (keys - tokens,)), scale=width**-0.5, stored=first)
         took, floor = graph(work), (k.nbytes + v.nbytes) / run.rate
         run.figure(
@@ -220,19 +185,22 @@ def delta_prefill(run: Run) -> None:
             run.figure(f"gated-delta prefill, {rows} rows of {tokens}, {k_heads} k heads", **values)
 
 
-GROUPS = {"delta_decode": delta_decode, "attention_decode": attention_decode, "delta_prefill": delta_prefill}
+KERNELS = {"delta_decode": delta_decode, "attention_decode": attention_decode, "delta_prefill": delta_prefill}
+GROUPS = {**KERNELS, **gpu_model.GROUPS}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", default=",".join(GROUPS))
+    parser.add_argument("--groups", help=f"some of {', '.join(GROUPS)}; default: those of kernels")
     parser.add_argument("--peers", type=Path)
+    parser.add_argument("--tiny", action="store_true", help="whole models at a tiny shape on a CPU; only printed")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu.jsonl")
     given = parser.parse_args()
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    run = Run(given.out, given.peers)
-    for name in given.groups.split(","):
+    run = Run(None, given.peers, "cpu") if given.tiny else Run(given.out, given.peers)
+    usual = gpu_model.GROUPS if given.tiny else KERNELS
+    for name in given.groups.split(",") if given.groups else usual:
         GROUPS[name](run)
 
 

@@ -93,10 +93,10 @@ def paged(case: Case, k: Tensor, v: Tensor) -> Pages:
     tables = [[next(ids) for _ in range(first, end)] for first, end in spans]
     record = torch.full((len(shuffled) + 1, 3, size, case.kv_heads, max(case.k_dim, case.v_dim)), math.nan).to(k.dtype)
     page_k, page_v = record[:, 0, ..., : case.k_dim], record[:, 2, ..., : case.v_dim]
-    table = torch.zeros(len(tables), max(map(len, tables), default=0), dtype=torch.int64)
+    starts = [sum(map(len, tables[:row])) for row in range(len(tables))]
+    table = torch.tensor([page for pages in tables for page in pages], dtype=torch.int32)
     new, where, base = [], [], 0
     for row, (h, n) in enumerate(zip(case.rows.history, case.rows.counts, strict=True)):
-        table[row, : len(tables[row])] = torch.tensor(tables[row], dtype=torch.int64)
         for token in range(h + n):
             number = token // size - spans[row][0]
             if token >= h:
@@ -106,8 +106,9 @@ def paged(case: Case, k: Tensor, v: Tensor) -> Pages:
                 page_k[tables[row][number], token % size] = k[base + token]
                 page_v[tables[row][number], token % size] = v[base + token]
         base += h + n
-    write_page, write_at = torch.tensor(where, dtype=torch.int64).view(-1, 2).unbind(1)
-    pages = Pages(page_k, page_v, table, tuple(first for first, _ in spans), write_page, write_at)
+    write_page, write_at = torch.tensor(where, dtype=torch.int32).view(-1, 2).unbind(1)
+    offset = tuple(start - first for start, (first, _) in zip(starts, spans, strict=True))
+    pages = Pages(page_k, page_v, table, offset, write_page, write_at)
     write_pages(k[new], v[new], pages)
     return pages
 

@@ -300,11 +300,11 @@ def test_offsets_past_32_bits():
         part_k, part_v = pool.part(layer, "k"), pool.part(layer, "v")
         k, v = torch.randn(64, *part_k.shape[2:]).bfloat16(), torch.randn(64, *part_v.shape[2:]).bfloat16()
         written = Pages(
-            part_k, part_v, torch.from_numpy(page[:1])[None], (0,), torch.full((64,), int(page[0])), torch.arange(64)
+            part_k, part_v, torch.from_numpy(page[:1]), (0,), torch.full((64,), int(page[0])), torch.arange(64)
         )
         write_pages(k, v, written)
         pages.copy(page[:1], page[1:])
-        for seen in (written, replace(written, table=torch.from_numpy(page[1:])[None])):
+        for seen in (written, replace(written, table=torch.from_numpy(page[1:]))):
             assert torch.equal(seen.span(0, 3, 61)[0], k[3:61]) and torch.equal(seen.span(0, 3, 61)[1], v[3:61])
     x, taps = torch.randn(9, 1024).bfloat16(), torch.randn(4, 1024)
     conv, (read, write) = pool.part(1, "conv"), slot.tolist()

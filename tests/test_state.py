@@ -335,7 +335,8 @@ def test_a_rehearsal_leaves_the_pool_alone(counts, history):
         store.data[store.scratch] = 0
     before = dump(pool)
     step = Step.rehearsal(pool, counts, history)
-    assert step.tables[1].first == tuple(max(0, h - 5) // 4 for h in history), "no pages that a window has left behind"
+    first = [run.first for run in step.numbers.runs[1]]
+    assert first == [max(0, h - 5) // 4 for h in history], "no pages that a window has left behind"
     assert model(step).shape == (sum(counts), WIDTH)
     for store in pool.stores:
         store.data[store.scratch] = 0

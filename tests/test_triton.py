@@ -30,12 +30,15 @@ if HERE:
 
 kernels = pytest.mark.skipif(not HERE, reason="triton needs CUDA, or a process of its own for its interpreter")
 SHORT = Rows((1, 3, 0, 8), (1, 0, 2, 5))
+PARTS = ("chunks", "experts", "heads", "linear", "norm", "prefill")
 LONG = Rows((70, 9, 2, 0, 40), (3, 0, 1, 1, 1), ((5, 6, 70), (), (1,), (), (32,)))
 
 
 @pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
 @pytest.mark.skipif(HERE, reason="the tests run in this process")
-@pytest.mark.parametrize("name", ["test_triton.py", "test_quant_kernels.py"])
+@pytest.mark.parametrize(
+    "name", [f"test_{each}.py" for each in ("triton", "quant_kernels", "fixed", *(f"triton_{of}" for of in PARTS))]
+)
 def test_kernels_in_the_interpreter(name):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-W", "ignore"]
     ran = subprocess.run(
@@ -141,14 +144,24 @@ def test_recorded_rows_write_no_state():
     rows = Rows((2, 5, 11), (1, 1, 1))
     case = on_device(Case.of(rows))
     data, indices = pool(4, 4, 8, 6), ((1, 2, 3), (0, 0, 0))
-    before, records, expected = data.clone(), *([Recording() for _ in rows.counts] for _ in range(2))
-    out = twin.gated_delta(*case.inputs, rows, stored=Slots(data, *indices, records=tuple(records))).out
-    want = ops.gated_delta(*case.inputs, rows, stored=Slots(data.clone(), *indices, records=tuple(expected))).out
+    before, ours, theirs = data.clone(), Recording(), Recording()
+    recorded = {"recorded": (True, False, True)}
+    out = twin.gated_delta(*case.inputs, rows, stored=Slots(data, *indices, **recorded, recording=ours)).out
+    want = ops.gated_delta(*case.inputs, rows, stored=Slots(data.clone(), *indices, **recorded, recording=theirs)).out
     close(out, want)
-    assert torch.equal(data, before)
-    for ours, theirs in zip(records, expected, strict=True):
-        for mine, other in zip(ours.inputs, theirs.inputs, strict=True):
-            close(mine, other)
+    assert torch.equal(data[1:], before[1:]) and ours.tokens == 13
+    for mine, other in zip(ours.inputs, theirs.inputs, strict=True):
+        close(mine, other)
+
+
+@kernels
+def test_gates():
+    both = torch.randn(37, 12).to(DEVICE)
+    a, b = both[:, 1:6] * 20, both[:, 7:]
+    rate, dt_bias = -torch.rand(5), torch.randn(5)
+    ours = twin.delta_gates(a, b, rate.to(DEVICE), dt_bias.to(DEVICE))
+    for mine, other in zip(ours, ops.delta_gates(a.cpu(), b.cpu(), rate, dt_bias), strict=True):
+        torch.testing.assert_close(mine.cpu(), other, rtol=2e-6, atol=1e-30)
 
 
 @kernels
@@ -177,7 +190,7 @@ def test_a_whole_delta_layer(rows, dtype):
     channels = 2 * keys + heads * dv
     qkv, z, b, a = (torch.randn(rows.total, width).to(DEVICE, dtype) for width in (channels, heads * dv, heads, heads))
     taps, rate, dt_bias, norm = (torch.randn(shape).to(DEVICE) for shape in ((4, channels), (heads,), (heads,), (dv,)))
-    layer = twin.DeltaLayer(taps, -rate.abs(), dt_bias, norm.to(dtype), 1e-6)
+    layer = ops.DeltaLayer(taps, -rate.abs(), dt_bias, norm.to(dtype), 1e-6)
     tails, states = pool(6, 3, channels, dtype=dtype), pool(6, heads, dk, dv)
     indices = ((1, 0, 3), (4, 5, 3))
     old_tails, old_states = Slots(tails.clone(), *indices), Slots(states.clone(), *indices)
@@ -200,27 +213,26 @@ WIDTHS = [(24, 40)] if DEVICE == "cpu" else [(24, 40), (64, 64), (192, 128), (25
 
 @kernels
 @pytest.mark.parametrize(
-    ("window", "softcap", "group", "span", "dtype"),
+    ("window", "softcap", "group", "programs", "dtype"),
     [
-        (None, None, 1, None, torch.float32),
-        (7, None, 3, 16, torch.float32),
-        (None, 5.0, 3, 16, torch.float32),
-        (40, 3.0, 2, 32, LOW),
-        (None, None, 4, 32, LOW),
+        (None, None, 1, 1, torch.float32),
+        (7, None, 3, 8, torch.float32),
+        (None, 5.0, 3, 8, torch.float32),
+        (70, 3.0, 2, 2, LOW),
+        (None, None, 4, 8, LOW),
     ],
 )
 @pytest.mark.parametrize(("k_dim", "v_dim"), WIDTHS)
-def test_attention(window, softcap, group, span, dtype, k_dim, v_dim):
-    rows, page, heads = Rows((1, 3, 0, 8), (50, 0, 2, 77)), 16, 2
+def test_attention(monkeypatch, window, softcap, group, programs, dtype, k_dim, v_dim):
+    monkeypatch.setattr("bough.ops.spans.processors", lambda device: programs)
+    rows, page, heads = Rows((1, 3, 0, 8, 20), (150, 0, 2, 77, 30)), 16, 2
     k, v = pool(40, page, heads, k_dim, dtype=dtype), pool(40, page, heads, v_dim, dtype=dtype)
-    first = tuple(0 if window is None else max(0, history - window + 1) // page for history in rows.history)
-    table, entries = torch.zeros(4, 7, dtype=torch.int64), torch.randperm(40)
-    for row, (history, count) in enumerate(zip(rows.history, rows.counts, strict=True)):
-        used = -(-(history + count) // page) - first[row]
-        table[row, :used] = entries[8 * row : 8 * row + used]
-    nowhere = torch.empty(0, dtype=torch.int64)
-    pages = Pages(k, v, table.to(DEVICE), first, nowhere, nowhere)
+    first = [0 if window is None else max(0, history - window + 1) // page for history in rows.history]
+    last = [-(-(history + count) // page) for history, count in zip(rows.history, rows.counts, strict=True)]
+    starts = [sum(last[:row]) - sum(first[:row]) for row in range(5)]
+    offset, nowhere = tuple(start - low for start, low in zip(starts, first, strict=True)), torch.empty(0)
+    pages = Pages(k, v, torch.randperm(40)[: sum(last) - sum(first)].int().to(DEVICE), offset, nowhere, nowhere)
     q = torch.randn(rows.total, heads * group, 2 * k_dim).to(DEVICE, dtype)[..., :k_dim]
     options = {"scale": k_dim**-0.5, "stored": pages, "window": window, "softcap": softcap}
-    ours, want = twin.attention(q, rows, **options, span=span), ops.attention(q, rows, **options)
+    ours, want = twin.attention(q, rows, **options), ops.attention(q, rows, **options)
     close(ours, want, 2e-5 if dtype == torch.float32 else 2e-2)

@@ -88,7 +88,7 @@ class ModelDrafter:
                 deeper = [i for i in asked if most[i] > depth]
                 fed = ids[: len(deeper), depth - 1].clamp(max=self.model.vocab_size - 1)
                 with forward(tried[0].pool, [(state, [0]) for state in tried[: len(deeper)]]) as step:
-                    hidden = self.model(replace(step, tokens=fed))
+                    hidden = self.model(replace(step, given=fed))
                 ids[: len(deeper), depth] = choose(self._logits(hidden), deeper, depth)
                 made += 1
         for i, draft in zip(asked, ids, strict=True):

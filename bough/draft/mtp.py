@@ -22,6 +22,7 @@ from bough.models.blocks import GatedMLP, activation
 from bough.models.model import Model
 from bough.models.qwen3_next import Layer, Qwen3Next, SparseMLP
 from bough.models.weights import Weights
+from bough.state.graphs import Graphs
 from bough.state.kinds import Kind
 from bough.state.reservation import forward
 from bough.state.step import Step
@@ -77,7 +78,8 @@ class MTPHead:
     def __call__(self, step: Step, hidden: Tensor) -> Tensor:
         """The head's rows [T, hidden] after its norm, of the step's tokens and the rows `hidden` of those before."""
         both = torch.cat([self.embedding_norm(self.embed(step.tokens)), self.hidden_norm(hidden)], -1)
-        return self.norm(self.layer(self.project(both), step, self.target.rope(step.positions)))
+        x, y = self.layer(self.project(both), None, step, self.target.rope(step.positions))
+        return self.norm.after(x, y)[1]
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.target.embed(tokens) if self.embedding is None else F.embedding(tokens, self.embedding)
@@ -102,6 +104,8 @@ class MTPDrafter:
     def __init__(self, head: MTPHead) -> None:
         self.head, self.kinds = head, head.kinds
         self._last: dict[int, Tensor] = {}  # the head's row at the end of each text
+        self._reads: Graphs | None = None  # of rows alone, and of rows and their logits
+        self._says: Graphs | None = None
 
     @torch.inference_mode()
     def committed(self, rows: Sequence[Grown]) -> None:
@@ -112,7 +116,7 @@ class MTPDrafter:
             return
         batch = [(row.own, row.tokens[-len(hidden) :]) for row, hidden in grown]
         with forward(batch[0][0].pool, batch) as step:
-            out = self.head(step, torch.cat([hidden for _, hidden in grown]))
+            out = self._read(step, torch.cat([hidden for _, hidden in grown]))
         for (row, _), (_, _, end) in zip(grown, step.rows, strict=True):
             self._last[row.sequence] = out[end - 1].clone()
 
@@ -131,14 +135,38 @@ class MTPDrafter:
             for depth in range(max(rows[i].most for i in asked)):
                 if depth:
                     with forward(states[0].pool, [(state, [0]) for state in states]) as step:
-                        hidden = self.head(replace(step, tokens=columns[-1]), hidden)
-                columns.append(choose(self.head.logits(hidden), asked, depth))
+                        hidden, logits = self._say(replace(step, given=columns[-1]), hidden)
+                else:
+                    logits = self.head.logits(hidden)
+                columns.append(choose(logits, asked, depth))
         finally:
             for state, length in zip(states, lengths, strict=True):
                 state.rewind(length)
         for i, draft in zip(asked, torch.stack(columns, 1), strict=True):
             drafts[i] = draft[: rows[i].most]
         return drafts
+
+    def _read(self, step: Step, hidden: Tensor) -> Tensor:
+        """The head's rows of a step's tokens."""
+        if self._reads is None:
+            self._reads = Graphs(step.pool, self._head_alone, self.head.target.context)
+        return self._reads(step, hidden)[0] if self._reads.takes(step) else self.head(step, hidden)
+
+    def _say(self, step: Step, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, and their logits."""
+        if self._says is None:
+            self._says = Graphs(step.pool, self._head_and_logits, self.head.target.context)
+        return self._says(step, hidden) if self._says.takes(step) else self._head_and_logits(step, hidden)
+
+    def _head_alone(self, step: Step, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert hidden is not None
+        out = self.head(step, hidden)
+        return out, out
+
+    def _head_and_logits(self, step: Step, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert hidden is not None
+        out = self.head(step, hidden)
+        return out, self.head.logits(out)
 
     def close(self, sequence: int) -> None:
         self._last.pop(sequence, None)

@@ -185,6 +185,10 @@ class Drafting:
 
         return self._guarded(propose) or {}
 
+    def drafts_for(self, sequence: Running) -> bool:
+        """Whether it has anything to do with a sequence."""
+        return sequence in self._sides
+
     def grew(self, sequence: Running, hidden: Tensor) -> None:
         """The target has read tokens, whose hidden rows these are, and the text may have grown past them."""
         side = self._sides.get(sequence)

@@ -54,9 +54,9 @@ class Engine:
         self.context = _at_least_one("context", context) or suggested
         if self.context > self.model.context:
             raise OptionError(f"context {self.context} is more than the {self.model.context} tokens the model can read")
-        # Larger steps gain nothing on a CPU and make others wait.
+        # Larger steps gain nothing on a CPU.
         self.step_tokens = _at_least_one("step_tokens", step_tokens) or (
-            512 if self.model.device.type == "cpu" else 2048
+            512 if self.model.device.type == "cpu" else 8192
         )
         cache = cache or CacheConfig()
         if draft == "auto" and loaded.path is not None:
@@ -74,7 +74,7 @@ class Engine:
         self._longest = capacity.tokens_that_fit(
             [each.layout for each in pool.arena.pools], pool.slabs, self.step_tokens, self.max_running, self.context
         )
-        self._runner = Runner(self.model, pool, last_layer)
+        self._runner = Runner(self.model, pool, last_layer, self.context)
         prefixes = prefix_cache(cache, loaded, pool)
         self.drafting = Drafting(drafter, self._runner, draft_cache(prefixes, draft_pool))
         self._loop = Loop(

@@ -17,6 +17,7 @@ from torch import Tensor
 from bough.cache.prefix_cache import PrefixCache
 from bough.draft import Draft
 from bough.engine.drafting import Drafting
+from bough.engine.flight import Flight, can_fly, launch
 from bough.engine.request import Handle
 from bough.engine.runner import Runner
 from bough.engine.scheduler import plan
@@ -25,9 +26,10 @@ from bough.engine.verify import verify
 from bough.engine.waiting import Waiting
 from bough.errors import BadLogits, PoolFull, RequestError
 from bough.state.live import State
-from bough.state.transaction import Transaction
+from bough.state.transaction import Transaction, commit
 
 Result = TypeVar("Result")
+BESIDE_WRITERS = 2048  # tokens of a step that others wait for
 PACE = 0.02  # seconds between looks at a disk that is being written to, when there is nothing else to do
 
 
@@ -43,6 +45,8 @@ class Loop:
         self._waiting = Waiting(runner, cache, drafting)
         self._running: list[Sequence] = []
         self._short_of_memory = False  # too short to draft
+        self.flies = runner.pool.device.type == "cuda"  # whether there is somebody who could wait for the host
+        self._flight: Flight | None = None  # the step whose tokens are yet to be read
         self._steps = self._submitted = self._received = 0
         self._closed = False
         self._gate = threading.Lock()  # nothing is put into the inbox after the order to close
@@ -121,7 +125,7 @@ class Loop:
 
     def _receive(self) -> bool:
         """Take in what was submitted, waiting if there is nothing else to do. False when the engine closes."""
-        idle = not self._running and self._waiting.is_idle
+        idle = not self._running and self._waiting.is_idle and self._flight is None
         while idle or not self._inbox.empty():
             try:
                 item = self._inbox.get(timeout=PACE if self.cache.tiers.busy else None)
@@ -146,7 +150,10 @@ class Loop:
     def _step(self) -> None:
         """One forward over what is planned. Whatever goes wrong ends those requests, not the engine."""
         self._steps += 1
-        rows = plan(self._running, self.step_tokens, self._steps)
+        if self._flight is not None:
+            self._land(self._flight)
+            return
+        rows = plan(self._running, self._budget, self._steps)
         try:
             self._advance(rows)
             self._short_of_memory = False
@@ -154,6 +161,12 @@ class Loop:
             self._make_room(error)
         except Exception as error:  # noqa: BLE001 (whatever it is, its requests are told, and the others go on)
             self._fail([s for s, _ in rows if not s.handle.done], error)
+
+    @property
+    def _budget(self) -> int:
+        """How many tokens the next step may have: few enough that those who write do not wait for long."""
+        waits = any(sequence.pending == 1 for sequence in self._running)
+        return min(self.step_tokens, BESIDE_WRITERS) if waits else self.step_tokens
 
     def _advance(self, rows: list[tuple[Sequence, int]]) -> None:
         if not rows:
@@ -163,6 +176,10 @@ class Loop:
         writing = [
             s for s in choosing if s.pending == 1 and _state(s).known == s.computed and len(s.tokens) not in s.cuts
         ]
+        if self.flies and len(writing) == len(rows) and all(map(self._can_fly, writing)):
+            self._fence()
+            self._flight = launch(self.runner, writing)
+            return
         drafts = {} if self._short_of_memory else self.drafting.drafts(writing, len(rows))
         before = [s.computed for s in sequences]
         hidden, logits, opened = self._forward(rows, choosing, drafts)
@@ -180,6 +197,36 @@ class Loop:
         for sequence, reason in ended.items():
             self._end(sequence, reason)
 
+    def _can_fly(self, sequence: Sequence) -> bool:
+        return can_fly(sequence) and not self.drafting.drafts_for(sequence)
+
+    def _land(self, flight: Flight) -> None:
+        """Read the tokens of a step, after the next one is under way if that needs nothing but these."""
+        self._flight, failure = None, None
+        going_on = flight.going_on()
+        if going_on and set(self._running) <= set(flight.sequences):
+            chosen = flight.drawn.ids if len(going_on) == len(flight.sequences) else flight.drawn.ids[going_on]
+            try:
+                self._fence()
+                self._flight = launch(self.runner, [flight.sequences[row] for row in going_on], chosen)
+            except PoolFull:
+                pass  # there will be room, or somebody gives some up, when it is planned for
+            except Exception as error:  # noqa: BLE001 (as in a step)
+                failure = error
+        sampled, going = flight.drawn.result(), {flight.sequences[row] for row in going_on}
+        for row, sequence in enumerate(flight.sequences):
+            if sequence.handle.done:
+                continue
+            if row in sampled.bad:
+                self._fail([sequence], BadLogits([row]))
+            elif reason := sequence.append(sampled.tokens[row], sampled.logprobs[row]):
+                self._end(sequence, reason)
+            elif failure is not None and sequence in going:
+                self._fail([sequence], failure)
+
+    def _fence(self) -> None:
+        self.cache.tiers.lane.fence()
+
     def _forward(
         self, rows: list[tuple[Sequence, int]], choosing: list[Sequence], drafts: dict[Sequence, Draft]
     ) -> tuple[Tensor, Tensor, dict[Sequence, Transaction]]:
@@ -188,7 +235,7 @@ class Loop:
         cuts = [sorted(at for at in s.cuts if s.computed < at <= s.computed + count) for s, count in rows]
         wanted = [1 + len(drafts.get(s, ())) if s in choosing else 0 for s, _ in rows]
         self.cache.make_points_room(sum(map(len, cuts)))
-        self.cache.tiers.lane.fence()
+        self._fence()
         opened = {sequence: _state(sequence).begin() for sequence in drafts}
         try:
             by_row = {row: drafts[s] for row, (s, _) in enumerate(rows) if s in drafts}
@@ -234,7 +281,7 @@ class Loop:
             verdicts = verify(logits, [(s, drafts.get(s, ())) for s in sequences])
         except BadLogits as error:
             return self._choose_others(error, rows, logits, drafts, opened, ended)
-        accepted = {}
+        accepted, committed = {}, []
         for sequence, verdict in zip(sequences, verdicts, strict=True):
             kept, reason = 0, None
             for token, logprobs in verdict.tokens:
@@ -243,10 +290,11 @@ class Loop:
                     ended[sequence] = reason
                     break
             if sequence in opened:
-                opened[sequence].commit(kept)
+                committed.append((opened[sequence], kept))
                 sequence.usage.drafted_tokens += len(drafts[sequence])
                 sequence.usage.accepted_tokens += min(kept, verdict.accepted)
             accepted[sequence] = verdict.accepted
+        commit(committed)
         return accepted
 
     def _choose_others(

@@ -13,6 +13,7 @@ from torch import Tensor
 from bough import ops
 from bough.draft import Draft
 from bough.models.model import Model
+from bough.state.graphs import Graphs
 from bough.state.live import State
 from bough.state.pool import Pool
 from bough.state.reservation import Cuts, forward
@@ -24,9 +25,10 @@ SCORE_ROWS = 256  # logits of so many rows at a time when a whole prompt is scor
 class Runner:
     """A model and the pool its states live in."""
 
-    def __init__(self, model: Model, pool: Pool, last_layer: int | None = None) -> None:
+    def __init__(self, model: Model, pool: Pool, last_layer: int | None = None, context: int | None = None) -> None:
         self.model, self.pool = model, pool
         self.last_layer = last_layer  # where slots keep the last hidden row too, for a drafter that goes on from it
+        self.graphs = Graphs(pool, self._all, context or model.context)
 
     @torch.inference_mode()
     def forward(
@@ -35,22 +37,37 @@ class Runner:
         wanted: Sequence[int],
         cuts: Cuts | None = None,
         drafts: Mapping[int, Draft] | None = None,
+        given: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Feed the states; the hidden rows of all tokens, and the logits of the last `wanted` tokens of each row.
 
-        Rows with drafts are fed these after their own tokens.
+        Rows with drafts are fed these after their own tokens; where tokens are `given` on the device, all are fed
+        those. The logits hold until it is called again.
         """
         drafts = drafts or {}
-        padded = [(state, [*tokens, *[0] * len(drafts.get(row, ()))]) for row, (state, tokens) in enumerate(batch)]
+        padded = [(state, [*tokens, *_on_host(drafts.get(row, ()))]) for row, (state, tokens) in enumerate(batch)]
         with forward(self.pool, padded, cuts=cuts) as step:
             ends = list(accumulate(step.rows.counts))
-            if drafts:
-                step = replace(step, tokens=_with_drafts(step.tokens, ends, drafts))
-            hidden = self.model(step)
-            if self.last_layer is not None:
-                ops.carry(hidden, step.rows, stored=step.slots(self.last_layer, "conv"))
+            if given is not None:
+                step = replace(step, given=given)
+            elif any(isinstance(draft, Tensor) for draft in drafts.values()):
+                step = replace(step, given=_with_drafts(step.tokens, ends, drafts))
+            if self.graphs.takes(step) and tuple(wanted) == step.rows.counts:
+                return self.graphs(step)
+            hidden = self._hidden(step)
             places = [at for end, count in zip(ends, wanted, strict=True) for at in range(end - count, end)]
             return hidden, self.model.logits(hidden[torch.tensor(places, dtype=torch.int64, device=hidden.device)])
+
+    def _hidden(self, step: Step) -> Tensor:
+        hidden = self.model(step)
+        if self.last_layer is not None:
+            ops.carry(hidden, step.rows, stored=step.slots(self.last_layer, "conv"))
+        return hidden
+
+    def _all(self, step: Step, _: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The hidden rows and the logits of all tokens."""
+        hidden = self._hidden(step)
+        return hidden, self.model.logits(hidden)
 
     def last_row(self, state: State | None) -> Tensor | None:
         """The hidden row of the last token that a state holds, where it is kept."""
@@ -78,9 +95,14 @@ class Runner:
         self.model.logits(hidden[ends.to(hidden.device)])
 
 
+def _on_host(draft: Draft) -> Sequence[int]:
+    """The draft, or as many tokens in its place if it is on a device."""
+    return [0] * len(draft) if isinstance(draft, Tensor) else draft
+
+
 def _with_drafts(tokens: Tensor, ends: Sequence[int], drafts: Mapping[int, Draft]) -> Tensor:
-    """The tokens of a step with drafts in their places, wherever they were made: nobody waits for a device."""
-    tokens = tokens.clone()
-    for row, draft in drafts.items():
-        tokens[ends[row] - len(draft) : ends[row]] = torch.as_tensor(draft, dtype=tokens.dtype, device=tokens.device)
-    return tokens
+    """The tokens of a step with the drafts on its device in their places: nobody waits for it."""
+    made = {row: draft for row, draft in drafts.items() if isinstance(draft, Tensor)}
+    places = [at for row, draft in made.items() for at in range(ends[row] - len(draft), ends[row])]
+    where = torch.tensor(places).to(tokens.device, non_blocking=True)
+    return tokens.index_copy(0, where, torch.cat(list(made.values())).to(tokens))

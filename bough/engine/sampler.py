@@ -106,6 +106,39 @@ class Sampled:
     tokens: list[int]  # the same, on the host
     logprobs: list[Logprobs | None]  # None for rows that did not ask
     along: list[int]  # what was sent along
+    bad: list[int]  # rows whose logits were not numbers: their tokens mean nothing
+
+
+class Drawing:
+    """Tokens that are being chosen on the device, and sent to the host. Nobody waits before `result` is asked for."""
+
+    def __init__(self, ids: Tensor, parts: Sequence[Tensor], asked: Sequence[int | None], along: int) -> None:
+        """`parts`: ids, scores and what is sent along; then logprobs, of the rows that asked for so many."""
+        self.ids, self._asked, self._along = ids, asked, along
+        self._numbers, self._sent = torch.cat([part.double() for part in parts]), None  # exact for ids and float32
+        if ids.is_cuda:
+            self._numbers = torch.empty(len(self._numbers), dtype=torch.float64, pin_memory=True).copy_(
+                self._numbers, non_blocking=True
+            )
+            self._sent = torch.cuda.current_stream(ids.device).record_event()
+
+    def result(self) -> Sampled:
+        if self._sent is not None:
+            self._sent.synchronize()
+        numbers: list[float] = self._numbers.tolist()
+        count, asking = len(self.ids), [r for r, most in enumerate(self._asked) if most is not None]
+        bad = [r for r, score in enumerate(numbers[count : 2 * count]) if not math.isfinite(score)]
+        logprobs: list[Logprobs | None] = [None] * count
+        sent = 2 * count + self._along
+        width = len(numbers[sent:]) // max(len(asking), 1)
+        for a, r in enumerate(asking):
+            start = sent + a * width
+            ids, values = numbers[start : start + width : 2], numbers[start + 1 : start + width : 2]
+            top = list(zip(map(int, ids), values, strict=True))[1:]
+            logprobs[r] = Logprobs(chosen=values[0], top=top[: self._asked[r]])
+        others = [int(each) for each in numbers[2 * count : sent]]
+        tokens = [int(each) if math.isfinite(each) else 0 for each in numbers[:count]]
+        return Sampled(self.ids, tokens, logprobs, others, bad)
 
 
 def resolve_seed(params: SamplingParams) -> int:
@@ -114,33 +147,27 @@ def resolve_seed(params: SamplingParams) -> int:
 
 
 def sample(logits: Tensor, rows: Sequence[RowSampling], along: Sequence[Tensor] = ()) -> Sampled:
-    """Choose a token for each row of logits [R, V]. Raises BadLogits, which names the rows at fault.
+    """Choose a token for each row of logits [R, V]. Raises BadLogits, which names the rows at fault."""
+    sampled = drawing(logits, rows, along).result()
+    if sampled.bad:
+        raise BadLogits(sampled.bad)
+    return sampled
+
+
+def drawing(logits: Tensor, rows: Sequence[RowSampling], along: Sequence[Tensor] = ()) -> Drawing:
+    """Begin to choose a token for each row of logits [R, V].
 
     Other ids on the device may be sent `along` to the host, so that whoever wants them does not wait again.
     """
     ids, scores = draw(logits, rows)
-    asking = [r for r, row in enumerate(rows) if row.params.logprobs is not None]
-    most = max((rows[r].params.logprobs or 0 for r in asking), default=0)
-    parts = [ids.double(), scores.double(), *(each.double() for each in along)]  # exact for ids and float32
+    asked = [row.params.logprobs for row in rows]
+    asking = [r for r, most in enumerate(asked) if most is not None]
+    most = max((most for most in asked if most is not None), default=0)
+    parts = [ids, scores, *along]
     for piece in _pieces(asking, logits.shape[1]):
         which = _send(piece, torch.int64, logits.device)
         parts.append(_logprobs(logits[which].float(), ids[which], most).flatten())
-    numbers: list[float] = torch.cat(parts).tolist()  # the one wait for the device
-
-    count = len(rows)
-    bad = [r for r, score in enumerate(numbers[count : 2 * count]) if not math.isfinite(score)]
-    if bad:
-        raise BadLogits(bad)
-    logprobs: list[Logprobs | None] = [None] * count
-    sent = 2 * count + sum(map(len, along))
-    width = len(numbers[sent:]) // max(len(asking), 1)
-    for a, r in enumerate(asking):
-        start = sent + a * width
-        tokens, values = numbers[start : start + width : 2], numbers[start + 1 : start + width : 2]
-        top = list(zip(map(int, tokens), values, strict=True))[1:]
-        logprobs[r] = Logprobs(chosen=values[0], top=top[: rows[r].params.logprobs])
-    chosen, others = ([int(each) for each in part] for part in (numbers[:count], numbers[2 * count : sent]))
-    return Sampled(ids=ids, tokens=chosen, logprobs=logprobs, along=others)
+    return Drawing(ids, parts, asked, sum(map(len, along)))
 
 
 def draw(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The layers that models are made of. Each takes its input, the step, and what it needs; none keeps state."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bough import ops
 from bough.errors import UnknownArchitecture
-from bough.ops import Parts, Quantised
+from bough.ops import Activation, Norm, Parts, Quantised
 from bough.state.kinds import FullKV, PageKind, WindowKV
 from bough.state.step import Step
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from bough.models.weights import Weights
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of the step's positions
-Norm = Callable[[Tensor], Tensor]
 
 
 class Linear:
@@ -28,26 +27,6 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
-
-
-class RMSNorm:
-    """Rounded, then scaled by the weight."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps = weight, eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
-
-
-class ScaledRMSNorm:
-    """Scaled in float32, then rounded: by w (Gemma 4), or by 1 + w (the zero-centred norms)."""
-
-    def __init__(self, weight: Tensor, eps: float, *, zero_centred: bool) -> None:
-        self.scale, self.eps = weight.float() + zero_centred, eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return ops.rms_norm_scaled(x, self.scale, self.eps)
 
 
 class Rope:
@@ -104,16 +83,13 @@ class Attention:
         if self.gated:
             q, gate = q.chunk(2, -1)
         k, v = (each.view(len(x), self.kv_heads, self.head_dim) for each in (k, v))
-        if self.q_norm and self.k_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = ops.rotate(q, *rotation), ops.rotate(k, *rotation)
         pages = step.pages(self.layer)
-        ops.write_pages(k, v, pages)
+        q = ops.place_heads(q, rotation, kv=(k, v), pages=pages, norms=(self.q_norm, self.k_norm, None))
         seen = ops.attention(
             q, step.rows, stored=pages, scale=self.scale, window=self.window, softcap=self.softcap, masks=step.masks
         )
         if gate is not None:
-            seen = seen * torch.sigmoid(gate)
+            seen = ops.gated(gate, seen, torch.sigmoid)
         return self.out(seen.flatten(1))
 
 
@@ -130,7 +106,7 @@ class GatedMLP:
         prefix: str,
         hidden: int,
         width: int,
-        activation: Callable[[Tensor], Tensor] = F.silu,
+        activation: Activation = F.silu,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         bias: bool = False,
     ) -> None:
@@ -141,23 +117,19 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(self.activation(gate).mul_(up))
+        return self.down(ops.gated(gate, up, self.activation))
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,
-    "gelu_pytorch_tanh": gelu_tanh,
-    "gelu_tanh": gelu_tanh,
+    "gelu_pytorch_tanh": ops.gelu_tanh,
+    "gelu_tanh": ops.gelu_tanh,
 }
 
 
-def activation(name: str) -> Callable[[Tensor], Tensor]:
+def activation(name: str) -> Activation:
     if name not in ACTIVATIONS:
         raise UnknownArchitecture(f"activation {name!r} is not supported; Bough knows {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]

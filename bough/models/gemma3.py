@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from bough.errors import UnknownArchitecture
-from bough.models.blocks import Attention, GatedMLP, Rope, Rotation, ScaledRMSNorm, activation
+from bough.models.blocks import Attention, GatedMLP, Rope, Rotation, activation
 from bough.models.config import ModelConfig
 from bough.models.model import Model
 from bough.models.weights import Weights
+from bough.ops import Norm
 from bough.state.step import Step
 
 WINDOW, FULL = "sliding_attention", "full_attention"
@@ -54,13 +55,17 @@ def rope_parameters(config: ModelConfig, layer_type: str) -> dict[str, Any]:
     return {"rope_theta": config.get("rope_local_base_freq", 1e4), **listed}
 
 
+def read_norm(config: ModelConfig, weights: Weights, name: str, size: int) -> Norm:
+    weight = weights.tensor(f"{name}.weight", (size,))  # which is zero where nothing is scaled
+    return Norm(1 + weight.float(), config.rms_norm_eps, rounded=False)
+
+
 class Layer:
     def __init__(self, config: ModelConfig, weights: Weights, index: int, layer_type: str) -> None:
         prefix, hidden, self.type = f"model.layers.{index}", config.hidden_size, layer_type
 
-        def norm(name: str, size: int = hidden) -> ScaledRMSNorm:
-            weight = weights.tensor(f"{prefix}.{name}.weight", (size,))
-            return ScaledRMSNorm(weight, config.rms_norm_eps, zero_centred=True)
+        def norm(name: str, size: int = hidden) -> Norm:
+            return read_norm(config, weights, f"{prefix}.{name}", size)
 
         self.before_attention, self.after_attention = norm("input_layernorm"), norm("post_attention_layernorm")
         self.before_mlp, self.after_mlp = norm("pre_feedforward_layernorm"), norm("post_feedforward_layernorm")
@@ -83,9 +88,11 @@ class Layer:
         act = activation(config.hidden_activation)
         self.mlp = GatedMLP(weights, f"{prefix}.mlp", hidden, config.intermediate_size, act)
 
-    def __call__(self, x: Tensor, step: Step, rotation: Rotation) -> Tensor:
-        x = x + self.after_attention(self.attention(self.before_attention(x), step, rotation))
-        return x + self.after_mlp(self.mlp(self.before_mlp(x)))
+    def __call__(self, x: Tensor, y: Tensor | None, step: Step, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """The stream, and what is yet to be added to it: on the way in and out, since the next norm adds it."""
+        x, y = self.before_attention.after(x, y)
+        x, y = self.before_mlp.after(x, self.after_attention(self.attention(y, step, rotation)))
+        return x, self.after_mlp(self.mlp(y))
 
 
 class Gemma3(Gemma):
@@ -113,8 +120,7 @@ class Gemma3(Gemma):
         super().__init__(config, weights)
         types = layer_types(config)
         self.layers = [Layer(config, weights, i, layer_type) for i, layer_type in enumerate(types)]
-        norm = weights.tensor("model.norm.weight", (self.hidden_size,))
-        self.norm = ScaledRMSNorm(norm, config.rms_norm_eps, zero_centred=True)
+        self.norm = read_norm(config, weights, "model.norm", self.hidden_size)
         self.ropes = {
             layer_type: Rope(config.head_dim, rope_parameters(config, layer_type), self.context, weights)
             for layer_type in dict.fromkeys(types)
@@ -123,7 +129,7 @@ class Gemma3(Gemma):
 
     def __call__(self, step: Step) -> Tensor:
         rotations = {layer_type: rope(step.positions) for layer_type, rope in self.ropes.items()}
-        x = self.embed(step.tokens)
+        x, y = self.embed(step.tokens), None
         for layer in self.layers:
-            x = layer(x, step, rotations[layer.type])
-        return self.norm(x)
+            x, y = layer(x, y, step, rotations[layer.type])
+        return self.norm.after(x, y)[1]

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from bough import ops
 from bough.errors import ModelError, UnknownArchitecture
-from bough.models.blocks import GatedMLP, RMSNorm, Rope, Rotation, ScaledRMSNorm, activation, attention_kind
+from bough.models.blocks import GatedMLP, Rope, Rotation, activation, attention_kind
 from bough.models.config import ModelConfig
 from bough.models.gemma3 import FULL, WINDOW, Gemma, layer_types, rounded
 from bough.models.weights import Weights
+from bough.ops import Norm
 from bough.state.step import Step
 
 ROPES = {  # where the config has none
@@ -26,8 +27,8 @@ ROPES = {  # where the config has none
 }
 
 
-def norm(weights: Weights, name: str, size: int, eps: float) -> ScaledRMSNorm:
-    return ScaledRMSNorm(weights.tensor(f"{name}.weight", (size,)), eps, zero_centred=False)
+def norm(weights: Weights, name: str, size: int, eps: float) -> Norm:
+    return Norm(weights.tensor(f"{name}.weight", (size,)).float(), eps, rounded=False)
 
 
 def types_of(config: ModelConfig) -> list[str]:
@@ -66,7 +67,7 @@ class Attention:
     def __init__(
         self, config: ModelConfig, weights: Weights, prefix: str, layer_type: str, index: int, source: int
     ) -> None:
-        self.source, self.eps = source, config.rms_norm_eps
+        self.source, eps = source, config.rms_norm_eps
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim: int = config.head_dim
         self.window: int | None = config.sliding_window if layer_type == WINDOW else None
@@ -75,19 +76,20 @@ class Attention:
         names = "q" if not owns else "qk" if k_is_v else "qkv"
         self.sizes = [(self.heads if name == "q" else self.kv_heads) * self.head_dim for name in names]
         self.project = weights.linear([f"{prefix}.{n}_proj" for n in names], self.sizes, config.hidden_size, bias)
-        self.q_norm = norm(weights, f"{prefix}.q_norm", self.head_dim, self.eps)
-        self.k_norm = norm(weights, f"{prefix}.k_norm", self.head_dim, self.eps) if owns else None
+        self.q_norm = norm(weights, f"{prefix}.q_norm", self.head_dim, eps)
+        self.k_norm = norm(weights, f"{prefix}.k_norm", self.head_dim, eps) if owns else None
+        self.v_norm = Norm(None, eps, rounded=True)
         self.out = weights.linear(f"{prefix}.o_proj", config.hidden_size, self.heads * self.head_dim, bias)
         self.kind = attention_kind(self.kv_heads, self.head_dim, self.window) if owns else None
 
     def __call__(self, x: Tensor, step: Step, rotation: Rotation) -> Tensor:
-        q, *kv = self.project(x).split(self.sizes, -1)
-        q = ops.rotate(self.q_norm(q.view(len(x), self.heads, self.head_dim)), *rotation)
-        pages = step.pages(self.source)
-        if self.k_norm:
-            kv = [each.view(len(x), self.kv_heads, self.head_dim) for each in kv]  # K and V, or one that is both
-            k, v = ops.rotate(self.k_norm(kv[0]), *rotation), ops.rms_norm(kv[-1], None, self.eps)
-            ops.write_pages(k, v, pages)  # the layers that share them find them there
+        parts = self.project(x).split(self.sizes, -1)
+        q, *kv = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)  # with K and V, one that is both, or none
+        pages, norms = step.pages(self.source), (self.q_norm, self.k_norm, self.v_norm)
+        if kv:  # the layers that share them find them there
+            q = ops.place_heads(q, rotation, kv=(kv[0], kv[-1]), pages=pages, norms=norms)
+        else:
+            q = ops.place_heads(q, rotation, norms=norms)
         seen = ops.attention(q, step.rows, stored=pages, scale=1.0, window=self.window, masks=step.masks)
         return self.out(seen.flatten(1))
 
@@ -99,7 +101,7 @@ class Experts:
         hidden, eps = config.hidden_size, config.rms_norm_eps
         count, width = config.num_experts, config.moe_intermediate_size
         self.top, self.root, self.activation = config.top_k_experts, hidden**-0.5, activation(config.hidden_activation)
-        self.router_norm = RMSNorm(weights.tensor(f"{prefix}.router.scale", (hidden,)), eps)
+        self.router_norm = Norm(weights.tensor(f"{prefix}.router.scale", (hidden,)), eps, rounded=True)
         self.router = weights.linear(f"{prefix}.router.proj", count, hidden)
         self.scale = weights.tensor(f"{prefix}.router.per_expert_scale", (count,))
         self.gate_up = weights.stack(f"{prefix}.experts.gate_up_proj", count, 2 * width, hidden)
@@ -111,13 +113,7 @@ class Experts:
         scores = self.router(self.router_norm(x) * self.root).float()
         share, chosen = torch.softmax(scores, -1).topk(self.top)  # [T, K]
         share = share / share.sum(-1, keepdim=True) * self.scale[chosen]
-        x = self.before(x)
-        out = torch.zeros_like(x)
-        for expert in chosen.unique().tolist():
-            token, rank = torch.where(chosen == expert)
-            gate, up = ops.linear(x[token], self.gate_up[expert]).chunk(2, -1)
-            y = ops.linear(self.activation(gate) * up, self.down[expert])
-            out.index_add_(0, token, (y * share[token, rank, None]).to(out.dtype))
+        out = ops.experts(self.before(x), share, chosen, self.gate_up, self.down, self.activation)
         return self.after(out)
 
 
@@ -132,7 +128,7 @@ class LayerInput:
         self.activation = activation(config.hidden_activation)
 
     def __call__(self, x: Tensor, given: Tensor) -> Tensor:
-        return x + self.after(self.project(self.activation(self.gate(x)) * given))
+        return x + self.after(self.project(ops.gated(self.gate(x), given, self.activation)))
 
 
 class LayerInputs:
@@ -170,8 +166,9 @@ class Layer:
         self.scalar = weights.tensor(f"{prefix}.layer_scalar", (1,))
 
     def __call__(self, x: Tensor, step: Step, rotation: Rotation, given: Tensor | None) -> Tensor:
-        x = x + self.after_attention(self.attention(self.before_attention(x), step, rotation))
-        y = self.mlp(self.before_mlp(x))
+        y = self.after_attention(self.attention(self.before_attention(x), step, rotation))
+        x, y = self.before_mlp.after(x, y)
+        y = self.mlp(y)
         if self.experts:
             y = self.after_dense(y) + self.experts(x)
         x = x + self.after_mlp(y)

@@ -64,5 +64,6 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
             yield from _tensors(each, f"{name}.{index}")
-    elif type(value).__module__.startswith(("bough.models", "bough.ops")) and hasattr(value, "__dict__"):
-        yield from _tensors(vars(value), name)
+    elif type(value).__module__.startswith(("bough.models", "bough.ops")):
+        named = [*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())]
+        yield from _tensors({each: getattr(value, each) for each in named}, name)

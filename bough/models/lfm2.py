@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from bough import ops
-from bough.models.blocks import Attention, GatedMLP, RMSNorm, Rope, Rotation
+from bough.models.blocks import Attention, GatedMLP, Rope, Rotation
 from bough.models.config import ModelConfig
 from bough.models.model import Model
 from bough.models.weights import Weights
+from bough.ops import Norm
 from bough.state.kinds import ShortConv
 from bough.state.step import Step
 
@@ -40,8 +41,8 @@ class Layer:
     def __init__(self, config: ModelConfig, weights: Weights, index: int, layer_type: str) -> None:
         prefix, hidden, head_dim = f"model.layers.{index}", config.hidden_size, config.head_size
 
-        def norm(name: str, size: int) -> RMSNorm:
-            return RMSNorm(weights.tensor(f"{prefix}.{name}.weight", (size,)), config.norm_eps)
+        def norm(name: str, size: int) -> Norm:
+            return Norm(weights.tensor(f"{prefix}.{name}.weight", (size,)), config.norm_eps, rounded=True)
 
         self.mixer: Attention | Convolution
         if layer_type == FULL:
@@ -62,9 +63,11 @@ class Layer:
         self.mixer_norm, self.mlp_norm = norm("operator_norm", hidden), norm("ffn_norm", hidden)
         self.mlp = GatedMLP(weights, f"{prefix}.feed_forward", hidden, mlp_width(config), names=("w1", "w3", "w2"))
 
-    def __call__(self, x: Tensor, step: Step, rotation: Rotation) -> Tensor:
-        x = x + self.mixer(self.mixer_norm(x), step, rotation)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, x: Tensor, y: Tensor | None, step: Step, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """The stream, and what is yet to be added to it: on the way in and out, since the next norm adds it."""
+        x, y = self.mixer_norm.after(x, y)
+        x, y = self.mlp_norm.after(x, self.mixer(y, step, rotation))
+        return x, self.mlp(y)
 
 
 def mlp_width(config: ModelConfig) -> int:
@@ -97,12 +100,14 @@ class Lfm2(Model):
         config = config.renamed({"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"})
         super().__init__(config, weights)
         self.layers = [Layer(config, weights, i, each) for i, each in enumerate(layer_types(config))]
-        self.norm = RMSNorm(weights.tensor("model.embedding_norm.weight", (self.hidden_size,)), config.norm_eps)
+        norm = weights.tensor("model.embedding_norm.weight", (self.hidden_size,))
+        self.norm = Norm(norm, config.norm_eps, rounded=True)
         self.rope = Rope(config.head_size, config.rope(), self.context, weights)
         self.kinds = [layer.mixer.kind for layer in self.layers]
 
     def __call__(self, step: Step) -> Tensor:
         x, rotation = self.embed(step.tokens), self.rope(step.positions)
+        y = None
         for layer in self.layers:
-            x = layer(x, step, rotation)
-        return self.norm(x)
+            x, y = layer(x, y, step, rotation)
+        return self.norm.after(x, y)[1]

@@ -5,10 +5,11 @@ A family that differs only in its windows or in norms on the heads is a subclass
 
 from torch import Tensor
 
-from bough.models.blocks import Attention, GatedMLP, RMSNorm, Rope, Rotation, activation
+from bough.models.blocks import Attention, GatedMLP, Rope, Rotation, activation
 from bough.models.config import ModelConfig
 from bough.models.model import Model
 from bough.models.weights import Weights
+from bough.ops import Norm
 from bough.state.step import Step
 
 
@@ -16,8 +17,8 @@ class Layer:
     def __init__(self, config: ModelConfig, weights: Weights, index: int, window: int | None, head_norms: bool) -> None:
         prefix, hidden, head_dim = f"model.layers.{index}", config.hidden_size, config.head_size
 
-        def norm(name: str, size: int) -> RMSNorm:
-            return RMSNorm(weights.tensor(f"{prefix}.{name}.weight", (size,)), config.rms_norm_eps)
+        def norm(name: str, size: int) -> Norm:
+            return Norm(weights.tensor(f"{prefix}.{name}.weight", (size,)), config.rms_norm_eps, rounded=True)
 
         self.attention_norm = norm("input_layernorm", hidden)
         self.attention = Attention(
@@ -44,9 +45,11 @@ class Layer:
             bias=config.get("mlp_bias", False),
         )
 
-    def __call__(self, x: Tensor, step: Step, rotation: Rotation) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), step, rotation)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, x: Tensor, y: Tensor | None, step: Step, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """The stream, and what is yet to be added to it: on the way in and out, since the next norm adds it."""
+        x, y = self.attention_norm.after(x, y)
+        x, y = self.mlp_norm.after(x, self.attention(y, step, rotation))
+        return x, self.mlp(y)
 
 
 class Llama(Model):
@@ -55,7 +58,8 @@ class Llama(Model):
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
         self.layers = [Layer(config, weights, i, window, self.head_norms) for i, window in enumerate(self.windows())]
-        self.norm = RMSNorm(weights.tensor("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
+        norm = weights.tensor("model.norm.weight", (config.hidden_size,))
+        self.norm = Norm(norm, config.rms_norm_eps, rounded=True)
         self.rope = Rope(config.head_size, config.rope(), self.context, weights)
         self.kinds = [layer.attention.kind for layer in self.layers]
 
@@ -65,6 +69,7 @@ class Llama(Model):
 
     def __call__(self, step: Step) -> Tensor:
         x, rotation = self.embed(step.tokens), self.rope(step.positions)
+        y = None
         for layer in self.layers:
-            x = layer(x, step, rotation)
-        return self.norm(x)
+            x, y = layer(x, y, step, rotation)
+        return self.norm.after(x, y)[1]

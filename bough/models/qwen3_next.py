@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from bough import ops
-from bough.models.blocks import Attention, GatedMLP, Linear, Rope, Rotation, ScaledRMSNorm, activation
+from bough.models.blocks import Attention, GatedMLP, Linear, Rope, Rotation, activation
 from bough.models.config import ModelConfig
 from bough.models.model import Model
 from bough.models.weights import Weights
-from bough.ops import Weight
+from bough.ops import DeltaLayer, Matrices, Norm
 from bough.state.kinds import Recurrent
 from bough.state.step import Step
 
@@ -28,18 +28,20 @@ class GatedDelta:
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str, layer: int, inputs: Linear) -> None:
-        self.layer, self.inputs, self.eps = layer, inputs, config.rms_norm_eps
-        self.k_heads, self.k_dim = config.linear_num_key_heads, config.linear_key_head_dim
-        self.v_heads, self.v_dim = config.linear_num_value_heads, config.linear_value_head_dim
+        self.layer, self.inputs, self.k_heads = layer, inputs, config.linear_num_key_heads
+        heads, dim = config.linear_num_value_heads, config.linear_value_head_dim
         self.sizes = self.sizes_of(config)
         channels, kernel = self.sizes[0], config.linear_conv_kernel_dim
-        self.kind = Recurrent(channels, kernel, self.v_heads, self.k_dim, self.v_dim)
-        self.taps = weights.taps(f"{prefix}.conv1d", channels, kernel)
-        self.activation = activation(config.hidden_act)
-        self.rate = -torch.exp(weights.tensor(f"{prefix}.A_log", (self.v_heads,)).float())
-        self.dt_bias = weights.tensor(f"{prefix}.dt_bias", (self.v_heads,)).float()
-        self.norm = weights.tensor(f"{prefix}.norm.weight", (self.v_dim,))
-        self.out = weights.linear(f"{prefix}.out_proj", config.hidden_size, self.v_heads * self.v_dim)
+        self.kind = Recurrent(channels, kernel, heads, config.linear_key_head_dim, dim)
+        self.small = DeltaLayer(
+            taps=weights.taps(f"{prefix}.conv1d", channels, kernel),
+            rate=-torch.exp(weights.tensor(f"{prefix}.A_log", (heads,)).float()),
+            dt_bias=weights.tensor(f"{prefix}.dt_bias", (heads,)).float(),
+            norm=weights.tensor(f"{prefix}.norm.weight", (dim,)),
+            eps=config.rms_norm_eps,
+            activation=activation(config.hidden_act),
+        )
+        self.out = weights.linear(f"{prefix}.out_proj", config.hidden_size, heads * dim)
 
     @staticmethod
     def sizes_of(config: ModelConfig) -> list[int]:
@@ -51,14 +53,7 @@ class GatedDelta:
     def __call__(self, x: Tensor, step: Step, rotation: Rotation) -> Tensor:
         qkv, z, b, a = self.inputs(x).split(self.sizes, -1)
         tails, states = step.slots(self.layer, "conv"), step.slots(self.layer, "delta")
-        qkv = ops.causal_conv(qkv, self.taps, step.rows, stored=tails, activation=self.activation).out
-        keys = self.k_heads * self.k_dim
-        q = qkv[:, :keys].view(-1, self.k_heads, self.k_dim)
-        k = qkv[:, keys : 2 * keys].view(-1, self.k_heads, self.k_dim)
-        v = qkv[:, 2 * keys :].view(-1, self.v_heads, self.v_dim)
-        g, beta = ops.delta_gates(a, b, self.rate, self.dt_bias)
-        out = ops.gated_delta(q, k, v, g, beta, step.rows, stored=states).out
-        out = ops.rms_norm_gated(out, z.view(out.shape), self.norm, self.eps)
+        out = ops.gated_delta_layer(qkv, z, b, a, self.small, self.k_heads, step.rows, tails, states)
         return self.out(out.flatten(1))
 
 
@@ -77,28 +72,14 @@ class SparseMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up, shared_gate, scores = self.inputs(x).split(self.sizes, -1)
-        out = torch.sigmoid(shared_gate) * self.down(self.activation(gate) * up)
+        out = torch.sigmoid(shared_gate) * self.down(ops.gated(gate, up, self.activation))
         share, expert = torch.softmax(scores, -1, dtype=torch.float32).topk(self.chosen)  # [T, chosen]
         if self.normed:
             share = share / share.sum(-1, keepdim=True)
-        return out + self._experts(x, share.to(x.dtype), expert)
-
-    def _experts(self, x: Tensor, share: Tensor, expert: Tensor) -> Tensor:
-        """The sum of what each token's experts say, by its share in each. Experts that no token chose are not read."""
-        expert, order = expert.flatten().sort(stable=True)
-        tokens, share = order // self.chosen, share.flatten()[order, None]
-        hit, counts = torch.unique_consecutive(expert, return_counts=True)
-        out, start = torch.zeros_like(x), 0
-        for index, count in zip(hit.tolist(), counts.tolist(), strict=True):
-            some = slice(start, start + count)
-            gate, up = ops.linear(x[tokens[some]], self.expert_gate_up[index]).chunk(2, -1)
-            said = ops.linear(self.activation(gate) * up, self.expert_down[index])
-            out.index_add_(0, tokens[some], said * share[some])
-            start += count
-        return out
+        return out + ops.experts(x, share.to(x.dtype), expert, self.expert_gate_up, self.expert_down, self.activation)
 
 
-def read_experts(config: ModelConfig, weights: Weights, prefix: str) -> tuple[list[Weight], list[Weight]]:
+def read_experts(config: ModelConfig, weights: Weights, prefix: str) -> tuple[Matrices, Matrices]:
     """gate and up [2I, hidden] and down [hidden, I] of each, which files have expert by expert or stacked."""
     count, width, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
     if f"{prefix}.gate_up_proj" in weights:
@@ -107,22 +88,24 @@ def read_experts(config: ModelConfig, weights: Weights, prefix: str) -> tuple[li
     each = [f"{prefix}.{index}" for index in range(count)]
     inputs = [weights.linear([f"{one}.gate_proj", f"{one}.up_proj"], [width, width], hidden) for one in each]
     outputs = [weights.linear(f"{one}.down_proj", hidden, width) for one in each]
-    return [one.weight for one in inputs], [one.weight for one in outputs]
+    return ops.matrices([one.weight for one in inputs]), ops.matrices([one.weight for one in outputs])
 
 
 class Layer:
     def __init__(
         self,
-        mixer_norm: ScaledRMSNorm,
+        mixer_norm: Norm,
         mixer: Attention | GatedDelta,
-        mlp_norm: ScaledRMSNorm,
+        mlp_norm: Norm,
         mlp: GatedMLP | SparseMLP,
     ) -> None:
         self.mixer_norm, self.mixer, self.mlp_norm, self.mlp = mixer_norm, mixer, mlp_norm, mlp
 
-    def __call__(self, x: Tensor, step: Step, rotation: Rotation) -> Tensor:
-        x = x + self.mixer(self.mixer_norm(x), step, rotation)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, x: Tensor, y: Tensor | None, step: Step, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """The stream, and what is yet to be added to it: on the way in and out, since the next norm adds it."""
+        x, y = self.mixer_norm.after(x, y)
+        x, y = self.mlp_norm.after(x, self.mixer(y, step, rotation))
+        return x, self.mlp(y)
 
 
 class Qwen3Next(Model):
@@ -148,12 +131,14 @@ class Qwen3Next(Model):
 
     def __call__(self, step: Step) -> Tensor:
         x, rotation = self.embed(step.tokens), self.rope(step.positions)
+        y = None
         for layer in self.layers:
-            x = layer(x, step, rotation)
-        return self.norm(x)
+            x, y = layer(x, y, step, rotation)
+        return self.norm.after(x, y)[1]
 
-    def read_norm(self, weights: Weights, name: str, size: int) -> ScaledRMSNorm:
-        return ScaledRMSNorm(weights.tensor(f"{name}.weight", (size,)), self.config.rms_norm_eps, zero_centred=True)
+    def read_norm(self, weights: Weights, name: str, size: int) -> Norm:
+        weight = weights.tensor(f"{name}.weight", (size,))  # which is zero where nothing is scaled
+        return Norm(1 + weight.float(), self.config.rms_norm_eps, rounded=False)
 
     def _layer(self, weights: Weights, index: int, layer_type: str) -> Layer:
         prefix = f"model.layers.{index}"

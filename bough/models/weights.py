@@ -20,7 +20,7 @@ from bough import ops
 from bough.errors import BadWeights
 from bough.models.blocks import Linear
 from bough.models.config import read_json
-from bough.ops import Parts, Quantised, Weight
+from bough.ops import Matrices, Parts, Quantised
 
 Progress = Callable[[int, int], None]  # (tensors read, tensors in all)
 AGAIN = "download the model again"
@@ -222,10 +222,10 @@ class Weights:
         whole = bias and not any(each.is_meta for each in biases)
         return Linear(_fuse(weights), torch.cat(biases) if whole else None)
 
-    def stack(self, name: str, count: int, outputs: int, inputs: int) -> list[Weight]:
-        """Matrices that the source has in one tensor [count, outputs, inputs], one by one."""
+    def stack(self, name: str, count: int, outputs: int, inputs: int) -> Matrices:
+        """The matrices of all experts, which the source has in one tensor [count, outputs, inputs]."""
         stack = self.matrix(name, (count, outputs, inputs))
-        return [ops.arranged(stack[index]) for index in range(count)]
+        return ops.matrices(stack if isinstance(stack, Tensor) else [stack[index] for index in range(count)])
 
     def taps(self, name: str, channels: int, kernel: int) -> Tensor:
         """A depthwise convolution's weight, tap by tap [kernel, channels] in float32, as it is applied."""

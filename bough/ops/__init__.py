@@ -3,17 +3,24 @@
 Every op that uses state takes it stored (Pages, Slots) or as explicit tensors, never both.
 """
 
+from bough.ops.activation import Activation, gated, gelu_tanh
 from bough.ops.attention import Mask, attention, write_pages
 from bough.ops.conv import carry, causal_conv, replay_conv
-from bough.ops.delta import delta_gates, gated_delta, replay_delta
+from bough.ops.delta import DeltaLayer, delta_gates, gated_delta, gated_delta_layer, replay_delta
+from bough.ops.experts import Matrices, experts, matrices
+from bough.ops.heads import place_heads
 from bough.ops.linear import Parts, Weight, arranged, fused, linear
-from bough.ops.norm import rms_norm, rms_norm_gated, rms_norm_scaled
+from bough.ops.norm import Norm, rms_norm, rms_norm_gated, rms_norm_scaled
 from bough.ops.quant import Quantised
 from bough.ops.ragged import Pages, Rows, Slots
 from bough.ops.rope import inverse_frequencies, rotate, rotations
 
 __all__ = [
+    "Activation",
+    "DeltaLayer",
     "Mask",
+    "Matrices",
+    "Norm",
     "Pages",
     "Parts",
     "Quantised",
@@ -25,10 +32,16 @@ __all__ = [
     "carry",
     "causal_conv",
     "delta_gates",
+    "experts",
     "fused",
+    "gated",
     "gated_delta",
+    "gated_delta_layer",
+    "gelu_tanh",
     "inverse_frequencies",
     "linear",
+    "matrices",
+    "place_heads",
     "replay_conv",
     "replay_delta",
     "rms_norm",

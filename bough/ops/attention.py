@@ -14,8 +14,6 @@ from torch import Tensor
 from bough.ops.ragged import Pages, Rows
 from bough.ops.twins import twins
 
-FEW = 8  # new tokens of a row, up to which the faster twin takes it
-
 
 @dataclass(frozen=True, slots=True)
 class Mask:
@@ -69,8 +67,7 @@ def attention(
         raise ValueError("attention takes stored pages or explicit keys and values: exactly one of them")
     if masks is not None and len(masks) != len(rows.counts):
         raise ValueError(f"{len(masks)} masks for {len(rows.counts)} rows; give each row one, or None")
-    few = max(rows.counts, default=0) <= FEW and masks is None
-    if (fast := twins(q)) is not None and stored is not None and few and stored.k.dtype == q.dtype:
+    if (fast := twins(q)) is not None and stored is not None and masks is None and stored.k.dtype == q.dtype:
         return fast.attention(q, rows, scale=scale, stored=stored, window=window, softcap=softcap)
     outs = []
     for row, start, end in rows:

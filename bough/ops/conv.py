@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bough.ops.ragged import Carried, Rows, Slots, close_slots, open_slots
+from bough.ops.ragged import Carried, Replayed, ReplayedRow, Rows, Slots, close_slots, open_slots
 from bough.ops.twins import twins
 
 Activation = Callable[[Tensor], Tensor]
@@ -35,31 +35,39 @@ def causal_conv(
     outs = []
     for row, start, end in rows:
         outs.append(_convolve(_carried(x[start:end], row, rows, slots), taps, bias, activation))
+    slots.record(rows, x)
     out = outs[0] if len(outs) == 1 else torch.cat(outs) if outs else torch.empty_like(x)
     return close_slots(out, slots, explicit)
 
 
 def carry(x: Tensor, rows: Rows, *, stored: Slots) -> None:
     """Keep the last inputs x [T, C] of each row, as a convolution over them would, and compute nothing."""
+    if (fast := twins(x)) is not None:
+        fast.carry(x, rows, stored=stored)
+        return
     slots = open_slots("carry", rows, stored, None)
     for row, start, end in rows:
         _carried(x[start:end], row, rows, slots)
+    slots.record(rows, x)
 
 
 def _carried(x: Tensor, row: int, rows: Rows, slots: Slots) -> Tensor:
     """A row's tail before its inputs x [n, C], and these: [K − 1 + n, C]. The tails after it are put into its slots."""
     inputs = torch.cat([slots.before(row).to(x.dtype), x])
     slots.data[slots.write[row]] = inputs[len(x) :]
-    slots.record(row, x)
     for cut, slot in slots.cuts_of(row, rows).items():
         slots.data[slot] = inputs[cut : cut + slots.data.shape[1]]
     return inputs
 
 
-def replay_conv(before: Tensor, target: Tensor, inputs: Sequence[Tensor], count: int) -> None:
-    """The tail after the first `count` of the recorded inputs, given the tail before them."""
-    (x,) = inputs
-    target.copy_(torch.cat([before.to(x.dtype), x[:count]])[count:])
+def replay_conv(layers: Sequence[Replayed], rows: Sequence[ReplayedRow]) -> None:
+    """Move tails on by recorded inputs: in each layer those of each row's slot, by so many inputs from a start on."""
+    if (fast := twins(layers[0][0])) is not None:
+        fast.replay_conv(layers, rows)
+        return
+    for tails, (x,) in layers:
+        for slot, start, count in rows:
+            tails[slot] = torch.cat([tails[slot].to(x.dtype), x[start : start + count]])[count:]
 
 
 def _convolve(inputs: Tensor, taps: Tensor, bias: Tensor | None, activation: Activation | None) -> Tensor:

@@ -8,16 +8,63 @@ and cuts need no padding: a row is worked off in chunks, and one ends at every c
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bough.ops.ragged import Carried, Rows, Slots, close_slots, open_slots
+from bough.ops.activation import Activation
+from bough.ops.conv import causal_conv
+from bough.ops.norm import rms_norm_gated
+from bough.ops.ragged import Carried, Replayed, ReplayedRow, Rows, Slots, close_slots, open_slots
 from bough.ops.twins import twins
 
 CHUNK = 32  # tokens; more means larger products, but work within a chunk that grows with its square
 ROOT_EPS = torch.tensor(1e-3)  # the root of the models' ε
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLayer:
+    """The small weights of a gated-delta layer."""
+
+    taps: Tensor  # [K, C] float32
+    rate: Tensor  # [Hv] float32
+    dt_bias: Tensor  # [Hv] float32
+    norm: Tensor  # [dv]
+    eps: float
+    activation: Activation = F.silu  # after the convolution
+
+
+def gated_delta_layer(
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    layer: DeltaLayer,
+    k_heads: int,
+    rows: Rows,
+    tails: Slots,
+    states: Slots,
+) -> Tensor:
+    """From the projections qkv [T, C], z [T, Hv · dv], b and a [T, Hv] to the normed output [T, Hv, dv].
+
+    The convolution over q, k and v, the gated delta rule, and a norm gated by z.
+    """
+    if (fast := twins(qkv)) is not None and layer.activation is F.silu:
+        return fast.gated_delta_layer(qkv, z, b, a, layer, k_heads, rows, tails, states)
+    qkv = causal_conv(qkv, layer.taps, rows, stored=tails, activation=layer.activation).out
+    q, k, v = split_heads(qkv, k_heads, states.data)
+    g, beta = delta_gates(a, b, layer.rate, layer.dt_bias)
+    out = gated_delta(q, k, v, g, beta, rows, stored=states).out
+    return rms_norm_gated(out, z.view(out.shape), layer.norm, layer.eps)
+
+
+def split_heads(qkv: Tensor, k_heads: int, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k [T, Hk, dk] and v [T, Hv, dv], as they stand side by side, for states [slots, Hv, dk, dv]."""
+    (_, heads, dk, dv), total = states.shape, len(qkv)
+    q, k, v = qkv.split([k_heads * dk, k_heads * dk, heads * dv], 1)
+    return q.view(total, k_heads, dk), k.view(total, k_heads, dk), v.view(total, heads, dv)
 
 
 def delta_gates(a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,6 +72,9 @@ def delta_gates(a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Te
 
     rate = −exp(A_log) and dt_bias are float32 [Hv].
     """
+    if (fast := twins(a)) is not None:
+        g, beta = fast.delta_gates(a, b, rate, dt_bias)
+        return g, beta
     return rate * F.softplus(a.float() + dt_bias), torch.sigmoid(b).float()
 
 
@@ -48,34 +98,41 @@ def gated_delta(
         return fast.gated_delta(q, k, v, g, beta, rows, stored=stored, explicit=explicit)
     slots = open_slots("gated_delta", rows, stored, explicit)
     out, scale = torch.empty_like(v, memory_format=torch.contiguous_format), q.shape[-1] ** -0.5
+    changes = torch.empty_like(out, dtype=torch.float32) if slots.recording is not None else None
     for row, start, end in rows:
         state, target = slots.before(row), slots.data[slots.write[row]]
-        emit, changes = slots.cuts_of(row, rows), list[Tensor]()
+        emit = slots.cuts_of(row, rows)
         for first, last in _pieces(end - start, emit):
             piece = slice(start + first, start + last)
             advance = advance_token if last - first == 1 else advance_chunk
             seen, change = advance(q[piece], k[piece], v[piece], g[piece], beta[piece], state, target)
             torch.mul(seen, scale, out=out[piece])
-            changes.append(change)
+            if changes is not None:
+                changes[piece] = change
             state = target
             if last in emit:
                 slots.data[emit[last]] = state
-        if any(slots.records):
-            slots.record(row, k[start:end], g[start:end], torch.cat(changes))
+    if changes is not None:
+        slots.record(rows, k, g, changes)
     return close_slots(out, slots, explicit)
 
 
-def replay_delta(before: Tensor, target: Tensor, inputs: Sequence[Tensor], count: int) -> None:
-    """The state after the first `count` of the recorded tokens, given the state before them.
+def replay_delta(layers: Sequence[Replayed], rows: Sequence[ReplayedRow]) -> None:
+    """Move states on by recorded tokens: in each layer those of each row's slot, by so many tokens from a start on.
 
     What a token changes, β (v − Sᵀk), depends on the tokens before it alone. So it was recorded, and all that is left
     to do is to add up.
     """
-    k, g, change = (each[:count] for each in inputs)
-    keys = _unit((k,), len(before))  # [H, n, dk]
-    left = F.pad(g[1:], (0, 0, 0, 1)).flip(0).cumsum(0).flip(0).exp()  # [n, H]: the decay after each token
-    torch.mul(before, g.sum(0).exp()[:, None, None], out=target)
-    target.baddbmm_((keys * left.T[..., None]).transpose(1, 2), change.transpose(0, 1))
+    if (fast := twins(layers[0][0])) is not None:
+        fast.replay_delta(layers, rows)
+        return
+    for states, inputs in layers:
+        for slot, start, count in rows:
+            k, g, change = (each[start : start + count] for each in inputs)
+            keys = _unit((k,), states.shape[1])  # [H, n, dk]
+            left = F.pad(g[1:], (0, 0, 0, 1)).flip(0).cumsum(0).flip(0).exp()  # [n, H]: the decay after each token
+            states[slot].mul_(g.sum(0).exp()[:, None, None])
+            states[slot].baddbmm_((keys * left.T[..., None]).transpose(1, 2), change.transpose(0, 1))
 
 
 def _pieces(count: int, cuts: Iterable[int]) -> Iterator[tuple[int, int]]:

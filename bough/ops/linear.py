@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bough.ops.quant import Quantised, stacked
+from bough.ops.quant import Chunks, Quantised, chunks, stacked
 from bough.ops.quant_cpu import Planes, planes
+from bough.ops.twins import twins
 
 onednn: Any = torch.backends.mkldnn
 
@@ -29,7 +30,7 @@ class Parts:
         return torch.cat([linear(x, part) for part in self.parts], -1)
 
 
-Weight: TypeAlias = Tensor | Quantised | Planes | Parts  # a matrix [out, in], whatever it is made of
+Weight: TypeAlias = Tensor | Quantised | Chunks | Planes | Parts  # a matrix [out, in], whatever it is made of
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -44,6 +45,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
             return F.linear(x, weight, bias)
         finally:
             onednn.enabled = True
+    if (fast := twins(x)) is not None and fast.few(x, weight):
+        return fast.few_rows(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -68,10 +71,10 @@ def arranged(weight: Weight) -> Weight:
     """
     if isinstance(weight, Parts):
         return Parts(tuple(arranged(part) for part in weight.parts))
-    if isinstance(weight, Planes):
+    if isinstance(weight, Planes | Chunks):
         return weight
     if isinstance(weight, Quantised):
-        return (planes(weight) if weight.device.type == "cpu" else None) or weight
+        return (planes(weight) if weight.device.type == "cpu" else chunks(weight)) or weight
     out, inputs = weight.shape
     if weight.dtype == torch.float32 and weight.device.type == "cpu" and out > inputs:
         return weight.T.contiguous().T

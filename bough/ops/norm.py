@@ -1,7 +1,40 @@
 """Root-mean-square norms. All measure in float32; they differ in what they multiply by, and when they round."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from bough.ops.twins import twins
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """The norm of the last dimension, with its weight; without one, nothing is scaled.
+
+    `rounded`: to the dtype of x before it is scaled, by a weight of that dtype. Else it is scaled in float32, and then
+    rounded; the weight is float32.
+    """
+
+    weight: Tensor | None
+    eps: float
+    rounded: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if (fast := twins(x)) is not None:
+            return fast.norm(x, self)
+        if self.weight is None or self.rounded:
+            return rms_norm(x, self.weight, self.eps)
+        return rms_norm_scaled(x, self.weight, self.eps)
+
+    def after(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + y (x alone where there is nothing to add), and the norm of that."""
+        if y is None:
+            return x, self(x)
+        if (fast := twins(x)) is not None:
+            return fast.norm_after(x, y, self)
+        x = x + y
+        return x, self(x)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -18,4 +51,6 @@ def rms_norm_scaled(x: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 def rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Plain, then × silu(gate) in float32 (the output of gated-delta layers)."""
+    if (fast := twins(x)) is not None:
+        return fast.rms_norm_gated(x, gate, weight, eps)
     return (rms_norm(x, weight, eps) * torch.nn.functional.silu(gate.float())).to(x.dtype)

@@ -6,6 +6,7 @@ inputs, next to each other, of one output.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,9 +58,6 @@ class Quantised:
 
     def expanded(self) -> Tensor:
         """The weights in the dtype of activations."""
-        twin = twins(self.data)
-        if twin is not None and self.data.dim() == 2:
-            return twin.expanded(self.data, self.scale, self.zero)
         scale, codes = self.scale[..., None], self.codes().to(self.scale.dtype)
         if self.zero is None:
             return codes.mul_(scale).flatten(-2)
@@ -67,13 +65,67 @@ class Quantised:
 
     def product(self, x: Tensor) -> Tensor:
         """x [T, in] · weightᵀ."""
-        twin = twins(x)
-        if twin is not None and 0 < len(x) <= FEW:
-            return twin.quantised_product(x, self.data, self.scale, self.zero)
-        out, inputs = self.shape
-        step = max(1, (TILE if x.device.type == "cpu" else DEVICE_TILE) // inputs)
-        tiles = [F.linear(x, self[at : at + step].expanded()) for at in range(0, out, step)]
-        return tiles[0] if len(tiles) == 1 else torch.cat(tiles, -1)
+        return expanding(self, x)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A matrix [out, in] as the twins on devices read it: 16 bytes at a time, which are inputs next to each other.
+
+    data: int32 [out, words]. Four words are a chunk of 16 or 32 weights; of these the weight 4 · i + j is the i-th code
+    of the word j, from its low bits. Codes of 8 bits have 128 added. scale and zero: as of Quantised.
+    """
+
+    data: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        out, words = self.data.shape
+        return out, words * (4 if self.zero is None else 8)
+
+    def __getitem__(self, rows: slice) -> "Chunks":
+        return Chunks(self.data[rows], self.scale[rows], None if self.zero is None else self.zero[rows])
+
+    def expanded(self) -> Tensor:
+        return self._twin().expanded(self.data, self.scale, self.zero)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [T, in] · weightᵀ."""
+        if not 0 < len(x) <= FEW:
+            return expanding(self, x)
+        return self._twin().quantised_product(x, self.data, self.scale, self.zero)
+
+    def _twin(self) -> Any:
+        return twins(self.data)
+
+
+def chunks(weight: Quantised) -> Chunks | None:
+    """The weight as twins read it; None if there are none here, or if its groups are no whole chunks."""
+    size = 16 if weight.zero is None else 32
+    if twins(weight.data) is None or weight.group % size:
+        return None
+    return Chunks(in_chunks(weight), weight.scale, weight.zero)
+
+
+def in_chunks(weight: Quantised) -> Tensor:
+    """The data of Chunks."""
+    size = 16 if weight.zero is None else 32
+    codes = weight.codes().reshape(weight.shape[0], -1, size // 4, 4).transpose(-1, -2)
+    if weight.zero is None:
+        codes = codes.view(torch.uint8) ^ 128
+    else:
+        codes = codes[..., ::2] | codes[..., 1::2] << 4
+    return codes.contiguous().view(torch.int32).flatten(1)
+
+
+def expanding(weight: Quantised | Chunks, x: Tensor) -> Tensor:
+    """x [T, in] · weightᵀ by ordinary products, with some outputs at a time."""
+    out, inputs = weight.shape
+    step = max(1, (TILE if x.device.type == "cpu" else DEVICE_TILE) // inputs)
+    tiles = [F.linear(x, weight[at : at + step].expanded()) for at in range(0, out, step)]
+    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, -1)
 
 
 def stacked(weights: Sequence[Quantised]) -> Quantised:

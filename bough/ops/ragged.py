@@ -7,8 +7,11 @@ an op can be given explicit tensors instead.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
+
+from bough.ops.spans import FEW
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,11 @@ class Rows:
     def total(self) -> int:
         return sum(self.counts)
 
+    @property
+    def are_short(self) -> bool:
+        """Whether none has more tokens than can be answered together."""
+        return max(self.counts, default=0) <= FEW
+
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
         """(row, start, end) of every row that has tokens."""
         start = 0
@@ -41,22 +49,46 @@ class Rows:
         return self.cuts[row] if self.cuts else ()
 
 
+class ShortRows(NamedTuple):
+    """Rows of a few tokens and their slots, as kernels read them: int32 tensors on the device."""
+
+    start: torch.Tensor  # [R]: the first token of each
+    tokens: torch.Tensor
+    read: torch.Tensor  # [R]: slots; below 0: it starts from zeros
+    write: torch.Tensor  # below 0: nothing is written
+
+
+class Spans(NamedTuple):
+    """How the keys of rows of a few tokens are divided among programs: int32 tensors on the device."""
+
+    start: torch.Tensor  # [R]: the first token of each row
+    tokens: torch.Tensor
+    history: torch.Tensor
+    offset: torch.Tensor  # [R]: of each row's pages in the table
+    first: torch.Tensor  # [R]: of its spans
+    used: torch.Tensor  # [R]: how many spans it has
+    row: torch.Tensor  # [N]: of each span; below 0: there is none
+    size: torch.Tensor  # [1]: keys in a span
+    row_of: torch.Tensor  # [T]: the row of each token; below 0: none of these rows
+
+
 @dataclass(frozen=True, slots=True)
 class Pages:
     """One layer's K and V in the pages of its group, as the rows of a forward use them."""
 
     k: torch.Tensor  # [pages, P, H, k_dim]
     v: torch.Tensor  # [pages, P, H, v_dim]
-    table: torch.Tensor  # [R, W] int64: the pages of each row, padded with the scratch page
-    first: tuple[int, ...]  # the page number of each row's first entry in the table
-    write_page: torch.Tensor  # [T] int64: where each new token's entry goes
-    write_at: torch.Tensor  # [T] int64: and at which place in that page
+    table: torch.Tensor  # [N] int32: the pages of all rows
+    offset: tuple[int, ...]  # page number p of a row is table[offset[row] + p]
+    write_page: torch.Tensor  # [T] int32: where each new token's entry goes
+    write_at: torch.Tensor  # [T] int32: and at which place in that page
+    spans: Spans | None = None  # where they are made already
 
     def span(self, row: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the row's tokens [start, end) in token order: [S, H, dim]."""
-        size, base = self.k.shape[1], self.first[row]
-        assert start >= base * size, f"token {start} is out of reach: the row's pages begin at token {base * size}"
-        pages = self.table[row, start // size - base : -(-end // size) - base]
+        size, base = self.k.shape[1], self.offset[row]
+        assert start // size + base >= 0, f"token {start} is out of reach"
+        pages = self.table[base + start // size : base - (-end // size)]
         low = start % size
         k = self.k.index_select(0, pages).flatten(0, 1)[low : low + end - start]
         v = self.v.index_select(0, pages).flatten(0, 1)[low : low + end - start]
@@ -65,7 +97,7 @@ class Pages:
 
 @dataclass(slots=True)
 class Recording:
-    """The inputs that moved one part of a slot on, a row for each token, so that it can be done again in part."""
+    """The inputs that moved one part of slots on, a row for each token, so that it can be done again in part."""
 
     inputs: tuple[torch.Tensor, ...] = ()
 
@@ -78,20 +110,34 @@ class Recording:
         return sum(each.nbytes for each in self.inputs)
 
 
+Replayed = tuple[torch.Tensor, tuple[torch.Tensor, ...]]  # one layer's part of the slots, and its recorded inputs
+
+
+class ReplayedRow(NamedTuple):
+    """A slot that the inputs of some tokens are applied to."""
+
+    slot: int
+    start: int  # token
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Slots:
     """One layer's part of the slots, as the rows of a forward use it.
 
     A row with history reads slot `read[row]`; one without starts from zeros. Both write `write[row]`, which may be
-    the slot they read. A row's cuts go to the slots `cut[row]`, its inputs to the recording `records[row]`.
+    the slot they read. A row's cuts go to the slots `cut[row]`. The inputs of rows that are `recorded` go to the
+    recording, one row's after the other's; where all rows are short those of the others do too.
     """
 
     data: torch.Tensor  # [slots, *shape]
     read: tuple[int, ...]
     write: tuple[int, ...]
     cut: tuple[tuple[int, ...], ...] = ()
-    records: tuple[Recording | None, ...] = ()
+    recorded: tuple[bool, ...] = ()  # for each row
+    recording: Recording | None = None
     fresh: frozenset[int] = frozenset()  # rows that start from zeros
+    short: ShortRows | None = None  # where they are made already
 
     def before(self, row: int) -> torch.Tensor:
         """What the row starts from. Zeros are made in the slot that it writes, when its turn comes."""
@@ -99,10 +145,17 @@ class Slots:
             return self.data[self.write[row]].zero_()
         return self.data[self.read[row]]
 
-    def record(self, row: int, *inputs: torch.Tensor) -> None:
-        """Keep the inputs of a row, if that was asked for. They are copied: what they are part of need not be kept."""
-        if self.records and (recording := self.records[row]) is not None:
-            recording.inputs = tuple(each.clone() for each in inputs)
+    def record(self, rows: Rows, *inputs: torch.Tensor) -> None:
+        """Keep the inputs [T, ...] of the rows for which that was asked."""
+        if self.recording is None:
+            return
+        if self.short is not None:
+            self.recording.inputs = inputs  # at places that stay
+        elif rows.are_short:
+            self.recording.inputs = tuple(each.clone() for each in inputs)  # what they are part of need not be kept
+        else:
+            kept = [slice(start, end) for row, start, end in rows if self.recorded[row]]
+            self.recording.inputs = tuple(torch.cat([each[tokens] for tokens in kept]) for each in inputs)
 
     def cuts_of(self, row: int, rows: Rows) -> dict[int, int]:
         """The slot of each of the row's cuts."""

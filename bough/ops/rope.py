@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bough.errors import ModelError, UnknownArchitecture
+from bough.ops.twins import twins
 
 
 def inverse_frequencies(head_dim: int, rope: Mapping[str, Any], context: int) -> tuple[Tensor, float]:
@@ -98,6 +99,8 @@ def _yarn_sharpening(factor: float, mscale: float | None, mscale_all: float | No
 
 def rotations(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [T, 1, rotated] for positions [T]; sin is negative in its first half, as `rotate` wants it."""
+    if (fast := twins(positions)) is not None:
+        return fast.rotations(positions, frequencies, factor, dtype)
     angles = positions.float()[:, None, None] * frequencies  # [T, 1, rotated / 2]
     cos, sin = angles.cos() * factor, angles.sin() * factor
     return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from bough import ops
+from bough.ops.ragged import Replayed, ReplayedRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,12 @@ class Part:
     dtype: torch.dtype
 
 
-Replay = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], int], None]
+Replay = Callable[[Sequence[Replayed], Sequence[ReplayedRow]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class SlotPart(Part):
-    """A part of a slot, and how recorded inputs move it on: replay(before, target, inputs, count)."""
+    """A part of a slot, and how recorded inputs move it on, in all layers that have it."""
 
     replay: Replay
 

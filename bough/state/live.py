@@ -92,7 +92,8 @@ class State:
         """A second state that shares everything up to `length`, points too; nothing is copied until one writes."""
         self.expect_ready()
         length = self.length if length is None else length
-        runs, slot = self._expect_resolved((), length)
+        whole = length == self.length == self.known
+        runs, slot = (dict(self.runs), self.slot) if whole else self._expect_resolved((), length)
         other = State(self.pool)
         other._become(length, runs, slot)
         for at, point in self.points.items():

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from bough.errors import StateError
 from bough.ops.attention import Mask
@@ -24,7 +22,7 @@ from bough.ops.ragged import Recording, Rows
 from bough.state.live import State
 from bough.state.pool import Pool
 from bough.state.snapshot import Snapshot
-from bough.state.step import Step
+from bough.state.step import HostNumbers, Recordings, Step
 from bough.state.store import EMPTY, Ids, Run, Store
 
 Batch = Sequence[tuple[State, Sequence[int]]]
@@ -40,7 +38,7 @@ def forward(
     At the lengths in `cuts` a state gets a point, as far as there are slots to spare. A state in a transaction moves on
     when that is committed.
     """
-    tokens = torch.tensor([token for _, tokens in batch for token in tokens], dtype=torch.int64, device=pool.device)
+    tokens = np.array([token for _, tokens in batch for token in tokens], np.int64)
     for name, each in (("masks", masks), ("cuts", cuts)):
         if each is not None and len(each) != len(batch):
             raise ValueError(f"{len(each)} {name} for {len(batch)} rows; give each row its own")
@@ -217,33 +215,44 @@ class Reservation:
                     spare -= 1
         return points
 
-    def step(self, tokens: Tensor, masks: tuple[Mask | None, ...] | None = None) -> Step:
+    def step(self, tokens: Ids, masks: tuple[Mask | None, ...] | None = None) -> Step:
         runs = {unit: [state.runs[unit] for state in self.states] for unit in self.pool.page_stores}
         row_of = {state: row for row, state in enumerate(self.states)}
         for append in self._appends:
             runs[append.unit][row_of[append.state]] = append.run
         known = {unit: [state.filled(unit) for state in self.states] for unit in self.pool.page_stores}
         if self.pool.slot_store is None:
-            return Step.of(self.pool, self.rows, tokens, runs, known=known, masks=masks)
+            return Step(self.pool, self.rows, HostNumbers(self.pool, self.rows, tokens, runs, known), masks=masks)
         store = self.pool.stores[self.pool.slot_store]
-        for state in self.states:
-            if state.transaction is not None:
-                state.transaction.recordings = {key: Recording() for key in store.unit.fields}
         inner = [sorted((c, s) for c, s in points.items() if s is not None) for points in self._points]
         offsets = [tuple(cut - h for cut, _ in each) for each, h in zip(inner, self.rows.history, strict=True)]
+        rows = replace(self.rows, cuts=tuple(offsets)) if any(offsets) else self.rows
         read = tuple(store.scratch if state.slot is None else state.slot for state in self.states)
-        return Step.of(
+        recorded, recordings = self._recordings(store)
+        return Step(
             self.pool,
-            replace(self.rows, cuts=tuple(offsets)),
-            tokens,
-            runs,
-            known=known,
+            rows,
+            HostNumbers(self.pool, rows, tokens, runs, known),
             read=read,
             write=tuple(self._target(state, r, store.scratch) for state, r in zip(self.states, read, strict=True)),
             cut=tuple(tuple(slot for _, slot in each) for each in inner),
-            recordings=tuple(None if s.transaction is None else s.transaction.recordings for s in self.states),
+            recorded=recorded,
+            recordings=recordings,
             masks=masks,
         )
+
+    def _recordings(self, store: Store) -> tuple[tuple[bool, ...], Recordings | None]:
+        """Which rows are recorded, and where the step keeps their inputs for the transactions to find."""
+        recorded = tuple(state.transaction is not None for state in self.states)
+        if not any(recorded):
+            return recorded, None
+        recordings: Recordings = {key: Recording() for key in store.unit.fields}
+        at = 0
+        for state, count in zip(self.states, self.rows.counts, strict=True):
+            if state.transaction is not None:
+                state.transaction.recordings, state.transaction.at = recordings, at
+            at += count if state.transaction is not None or self.rows.are_short else 0
+        return recorded, recordings
 
     def _target(self, state: State, read: int, scratch: int) -> int:
         """The slot that the forward writes; nobody looks at what it makes of a state in a transaction."""

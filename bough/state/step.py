@@ -3,106 +3,123 @@
 Models read it and write state through it; it owns nothing. A Reservation makes one for live states; `rehearsal` makes
 one whose every row reads and writes the scratch entries, so that a forward of any shape can be measured without
 touching a sequence.
+
+What kernels read of it are its Numbers: made on the host, and sent to the device when they are asked for. A step of
+Fixed numbers (fixed.py) has them at addresses that stay.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from bough.ops.attention import Mask
-from bough.ops.ragged import Pages, Recording, Rows, Slots
+from bough.ops.ragged import Pages, Recording, Rows, ShortRows, Slots, Spans
 from bough.state.pool import Pool
 from bough.state.store import Run
 
 Ints = NDArray[np.int64]
-Recordings = tuple[dict[tuple[int, str], Recording] | None, ...]
+Recordings = dict[tuple[int, str], Recording]  # by layer and part
 
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
     """Which pages the rows of a step read, and where their new tokens go; one for each page group."""
 
-    table: torch.Tensor  # [R, W] int64
-    first: tuple[int, ...]
-    write_page: torch.Tensor  # [T] int64
-    write_at: torch.Tensor  # [T] int64
+    table: Tensor  # [N] int32
+    offset: tuple[int, ...]
+    write_page: Tensor  # [T] int32
+    write_at: Tensor  # [T] int32
+    spans: Spans | None = None
 
-    @staticmethod
-    def of(
-        runs: Sequence[Run], rows: Rows, positions: Ints, known: Sequence[int], page_tokens: int, scratch: int
-    ) -> "PageTable":
+
+class Numbers(Protocol):
+    """What kernels read of a step."""
+
+    @property
+    def tokens(self) -> Tensor: ...  # [T]
+    @property
+    def positions(self) -> Tensor: ...  # [T]
+    @property
+    def short(self) -> ShortRows | None: ...
+    def table(self, unit: int) -> PageTable: ...
+
+
+class HostNumbers:
+    """The numbers of one step, on the host; on the device they are where there was room."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        rows: Rows,
+        tokens: Ints,
+        runs: dict[int, list[Run]],
+        known: dict[int, list[int]] | None = None,
+    ) -> None:
         """Entries of tokens before `known`, a length a row, are there already: what is computed goes to scratch."""
-        table = np.full((len(runs), max((len(run.ids) for run in runs), default=0)), scratch, np.int64)
-        write_page = np.full(rows.total, scratch, np.int64)
-        for row, run in enumerate(runs):
-            table[row, : len(run.ids)] = run.ids
-        for row, start, end in rows:
-            new = min(end, start + max(0, known[row] - rows.history[row]))
-            write_page[new:end] = runs[row].ids[positions[new:end] // page_tokens - runs[row].first]
-        return PageTable(
-            torch.from_numpy(table),
-            tuple(run.first for run in runs),
-            torch.from_numpy(write_page),
-            torch.from_numpy(positions % page_tokens),
-        )
+        self.pool, self.rows, self.fed, self.runs, self.known = pool, rows, tokens, runs, known
+        self.short: ShortRows | None = None
+        self._tables: dict[int, PageTable] = {}
 
-    def to(self, device: torch.device) -> "PageTable":
-        return PageTable(self.table.to(device), self.first, self.write_page.to(device), self.write_at.to(device))
+    @cached_property
+    def places(self) -> Ints:
+        """The position of each token."""
+        spans = [np.arange(h, h + n) for h, n in zip(self.rows.history, self.rows.counts, strict=True)]
+        return np.concatenate(spans) if spans else np.empty(0, np.int64)
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        return torch.from_numpy(self.fed).to(self.pool.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        return self._sent(self.places)
+
+    def table(self, unit: int) -> PageTable:
+        if unit not in self._tables:
+            pages, offset = self.pages(unit)
+            at = self._sent(self.places % self.pool.layout.page_tokens)
+            self._tables[unit] = PageTable(self._sent(pages), tuple(offset), self._sent(self.written(unit)), at)
+        return self._tables[unit]
+
+    def pages(self, unit: int) -> tuple[Ints, list[int]]:
+        """The pages of all rows, and for each where in there page number 0 is, or would be."""
+        runs, starts = self.runs[unit], np.cumsum([0, *(len(run.ids) for run in self.runs[unit])])
+        offset = [int(start) - run.first for start, run in zip(starts, runs, strict=False)]
+        return np.concatenate([run.ids for run in runs]) if runs else np.empty(0, np.int64), offset
+
+    def written(self, unit: int) -> Ints:
+        """The page that each token's entry goes to."""
+        pages = np.full(self.rows.total, self.pool.stores[unit].scratch, np.int64)
+        known, size = self.known[unit] if self.known else self.rows.history, self.pool.layout.page_tokens
+        for row, start, end in self.rows:
+            run, new = self.runs[unit][row], min(end, start + max(0, known[row] - self.rows.history[row]))
+            pages[new:end] = run.ids[self.places[new:end] // size - run.first]
+        return pages
+
+    def _sent(self, numbers: Ints) -> Tensor:
+        return torch.from_numpy(numbers.astype(np.int32)).to(self.pool.device)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward: its tokens and their positions [T], its rows, and the state each row reads and writes."""
+    """One forward: its rows and tokens, and the state each row reads and writes."""
 
     pool: Pool
     rows: Rows
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    tables: dict[int, PageTable]  # by page group
-    read: tuple[int, ...]  # the slot of each row; scratch where there is none
-    write: tuple[int, ...]
-    cut: tuple[tuple[int, ...], ...]  # the slots of each row's cuts
-    recordings: Recordings  # where each row's inputs are kept, by layer and part; None: they are not
+    numbers: Numbers
+    read: tuple[int, ...] = ()  # the slot of each row; scratch where there is none
+    write: tuple[int, ...] = ()
+    cut: tuple[tuple[int, ...], ...] = ()  # the slots of each row's cuts
+    recorded: tuple[bool, ...] = ()  # whether a row's inputs are kept
+    recordings: Recordings | None = None  # where
     masks: tuple[Mask | None, ...] | None = None  # what a row's tokens see beyond or short of causal order
-
-    @staticmethod
-    def of(
-        pool: Pool,
-        rows: Rows,
-        tokens: torch.Tensor,
-        runs: dict[int, list[Run]],
-        *,
-        known: dict[int, list[int]] | None = None,
-        read: tuple[int, ...] = (),
-        write: tuple[int, ...] = (),
-        cut: tuple[tuple[int, ...], ...] = (),
-        recordings: Recordings = (),
-        masks: tuple[Mask | None, ...] | None = None,
-    ) -> "Step":
-        spans = [np.arange(h, h + n, dtype=np.int64) for h, n in zip(rows.history, rows.counts, strict=True)]
-        positions: Ints = np.concatenate(spans) if spans else np.empty(0, np.int64)
-        size = pool.layout.page_tokens
-        tables = {
-            unit: PageTable.of(
-                used, rows, positions, known[unit] if known else rows.history, size, pool.stores[unit].scratch
-            ).to(pool.device)
-            for unit, used in runs.items()
-        }
-        return Step(
-            pool,
-            rows,
-            tokens,
-            torch.from_numpy(positions).to(pool.device),
-            tables,
-            read,
-            write,
-            cut,
-            recordings,
-            masks,
-        )
+    given: Tensor | None = None  # tokens [T], instead of those among the numbers
 
     @staticmethod
     def rehearsal(pool: Pool, counts: Sequence[int], history: Sequence[int]) -> "Step":
@@ -116,16 +133,23 @@ class Step:
                 first = store.unit.earliest(h) // size
                 made_up.append(Run(first, np.full(-(-(h + n) // size) - first, store.scratch, np.int64)))
         slots = () if pool.slot_store is None else (pool.stores[pool.slot_store].scratch,) * len(counts)
-        tokens = torch.zeros(rows.total, dtype=torch.int64, device=pool.device)
-        return Step.of(pool, rows, tokens, runs, read=slots, write=slots)
+        return Step(pool, rows, HostNumbers(pool, rows, np.zeros(rows.total, np.int64), runs), slots, slots)
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.numbers.tokens if self.given is None else self.given
+
+    @property
+    def positions(self) -> Tensor:
+        return self.numbers.positions
 
     def pages(self, layer: int) -> Pages:
         """The K and V pages of a layer, as this step's rows use them."""
-        table = self.tables[self.pool.layout.unit_of[layer]]
+        table = self.numbers.table(self.pool.layout.unit_of[layer])
         k, v = self.pool.part(layer, "k"), self.pool.part(layer, "v")
-        return Pages(k, v, table.table, table.first, table.write_page, table.write_at)
+        return Pages(k, v, table.table, table.offset, table.write_page, table.write_at, table.spans)
 
     def slots(self, layer: int, part: str) -> Slots:
         """A part of a layer's slots, as this step's rows use it."""
-        records = tuple(None if each is None else each[layer, part] for each in self.recordings)
-        return Slots(self.pool.part(layer, part), self.read, self.write, self.cut, records)
+        data, record = self.pool.part(layer, part), None if self.recordings is None else self.recordings[layer, part]
+        return Slots(data, self.read, self.write, self.cut, self.recorded, record, short=self.numbers.short)

@@ -3,6 +3,7 @@
 A store knows nothing of who refers to its entries; the pool (pool.py) does.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,11 +88,16 @@ class Store:
 
     def share(self, ids: Ids) -> None:
         """Add one reference to each."""
-        assert self.refs[ids].all(), "an entry is shared that nobody holds"
-        self.refs[ids] += 1
+        if not len(ids):
+            return
+        more = self.refs[ids] + 1
+        assert more.min() > 1, "an entry is shared that nobody holds"
+        self.refs[ids] = more
 
     def release(self, ids: Ids) -> None:
         """Drop one reference to each; entries nobody refers to go back, and so do slabs that are empty."""
+        if not len(ids):
+            return
         left = self.refs[ids] - 1
         assert (left >= 0).all(), "an entry is released more often than it was lent"
         self.refs[ids] = left
@@ -112,8 +118,8 @@ class Store:
 
     def copy_from(self, other: "Store", source: Ids, target: Ids) -> None:
         """Copy whole entries of another store of the same unit. Copies to or from a device are not waited for."""
-        for a, b in zip(source.tolist(), target.tolist(), strict=True):
-            self.data[b].copy_(other.data[a], non_blocking=True)
+        for a, b, count in _runs(source, target):
+            self.data[b : b + count].copy_(other.data[a : a + count], non_blocking=True)
 
     def gather(self, slabs: int) -> Ids | None:
         """Empty up to so many slabs by moving what they hold to unused entries of others; where everything is then."""
@@ -156,3 +162,13 @@ class Store:
         unused = [entry for entries in self._unused.values() for entry in entries]
         assert sorted(unused) == sorted(owned.difference(used.tolist())), f"{self.unit.name}: an entry is lost"
         return slabs
+
+
+def _runs(source: Ids, target: Ids) -> Iterator[tuple[int, int, int]]:
+    """Entries that follow each other on both sides, to be copied at once: (source, target, how many)."""
+    if not len(source):
+        return
+    breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
+    starts = [0, *breaks.tolist()]
+    for start, end in zip(starts, [*starts[1:], len(source)], strict=True):
+        yield int(source[start]), int(target[start]), end - start

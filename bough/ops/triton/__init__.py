@@ -4,19 +4,37 @@ Nothing outside this package imports triton. What a twin does not do (masks, lon
 reference does it. Without a GPU the kernels run in Triton's interpreter, if TRITON_INTERPRET=1 is set before import.
 """
 
+from bough.ops.triton.activation import ACTIVATIONS, gated
 from bough.ops.triton.attention import attention
-from bough.ops.triton.conv import causal_conv
-from bough.ops.triton.delta import DeltaLayer, gated_delta, gated_delta_layer
-from bough.ops.triton.norm import rms_norm_gated
+from bough.ops.triton.conv import carry, causal_conv
+from bough.ops.triton.delta import delta_gates, gated_delta, gated_delta_layer
+from bough.ops.triton.experts import experts
+from bough.ops.triton.heads import place_heads, rotations
+from bough.ops.triton.linear import few, few_rows, gated_rows
+from bough.ops.triton.norm import norm, norm_after, rms_norm_gated
 from bough.ops.triton.quant import expanded, quantised_product
+from bough.ops.triton.replay import replay_conv, replay_delta
 
 __all__ = [
-    "DeltaLayer",
+    "ACTIVATIONS",
     "attention",
+    "carry",
     "causal_conv",
+    "delta_gates",
     "expanded",
+    "experts",
+    "few",
+    "few_rows",
+    "gated",
     "gated_delta",
     "gated_delta_layer",
+    "gated_rows",
+    "norm",
+    "norm_after",
+    "place_heads",
     "quantised_product",
+    "replay_conv",
+    "replay_delta",
     "rms_norm_gated",
+    "rotations",
 ]

@@ -12,39 +12,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.ops.ragged import Pages, Rows
+from bough.ops.ragged import Pages, Rows, Spans
+from bough.ops.spans import FEW, divided, programs
 from bough.ops.triton.plan import on_device
+from bough.ops.triton.prefill import attention_long
 
 LOG2E = tl.constexpr(1.4426950408889634)
-QUERIES = 8  # new tokens of a row, at most
-SPAN = 64  # keys that are worth a program of their own
-ROUNDS = 2  # programs for each processor: as many as run on it at a time
 STAGES = 3
 TILE = 65536  # bytes of keys and values that are read at a time: a processor holds two such tiles on their way
 
 
-@triton.jit(do_not_specialize=["window", "span", "spans"])
+@triton.jit(do_not_specialize=["window", "most"])
 def _spans(
-    q, k, v, out, weights, table, firsts, starts, counts, history,
-    q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, table_stride,
-    scale, softcap, window, span, spans,
+    q, k, v, out, parts, weights, table, starts, counts, history, offsets, firsts, used, row_of_span, sizes,
+    q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head,
+    scale, softcap, window, most,
     heads: tl.constexpr, group: tl.constexpr, dk: tl.constexpr, dv: tl.constexpr, page_tokens: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, block_v: tl.constexpr,
-    windowed: tl.constexpr, capped: tl.constexpr, alone: tl.constexpr, stages: tl.constexpr,
+    windowed: tl.constexpr, capped: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
-    kv_head, here, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start, count, before = tl.load(starts + row), tl.load(counts + row), tl.load(history + row)
-    low = tl.maximum(before - window + 1, 0) if windowed else 0
-    begin = low + here * span
-    end = tl.minimum(begin + span, before + count)
-    if count == 0 or begin >= end:
+    kv_head, here = tl.program_id(0), tl.program_id(1)
+    row = tl.load(row_of_span + here)
+    if row < 0:
         return
+    start, count, before = tl.load(starts + row), tl.load(counts + row), tl.load(history + row)
+    size = tl.load(sizes)
+    low = tl.maximum(before - window + 1, 0) if windowed else 0
+    begin = low + (here - tl.load(firsts + row)) * size
+    end = tl.minimum(begin + size, before + count)
     m, ks, vs = tl.arange(0, block_m), tl.arange(0, block_k), tl.arange(0, block_v)
     place, present = before + m // group, m // group < count  # of each query
     entry = (start + m // group).to(tl.int64) * heads + kv_head * group + m % group
     at = (start + m // group).to(tl.int64) * q_token + (kv_head * group + m % group) * q_head
     query = tl.load(q + at[:, None] + ks[None, :], mask=present[:, None] & (ks < dk)[None, :], other=0.0)
-    page_of_row = table + row * table_stride - tl.load(firsts + row)
+    page_of_row = table + tl.load(offsets + row)
 
     top = tl.full([block_m], -1e30, tl.float32)
     total = tl.zeros([block_m], tl.float32)
@@ -73,47 +74,54 @@ def _spans(
         top = above
     said = said / tl.where(total > 0, total, 1.0)[:, None]
     mask = present[:, None] & (vs < dv)[None, :]
-    if alone:
+    if tl.load(used + row) == 1:
         tl.store(out + entry[:, None] * dv + vs[None, :], said, mask=mask)
     else:
-        slot = entry * spans + here
-        tl.store(out + slot[:, None] * dv + vs[None, :], said, mask=mask)
+        slot = ((here * most).to(tl.int64) + m // group) * heads + kv_head * group + m % group
+        tl.store(parts + slot[:, None] * dv + vs[None, :], said, mask=mask)
         tl.store(weights + slot, top + tl.log2(total), mask=present)
 
 
-@triton.jit(do_not_specialize=["window", "span", "spans"])
+@triton.jit(do_not_specialize=["most"])
 def _join(
-    parts, weights, out, row_of, counts, history, window, span, spans,
-    heads: tl.constexpr, dv: tl.constexpr, block_s: tl.constexpr, block_v: tl.constexpr, windowed: tl.constexpr,
+    parts, weights, out, row_of, starts, firsts, used, most,
+    heads: tl.constexpr, dv: tl.constexpr, block_s: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    token, head = tl.program_id(1), tl.program_id(0)
     row = tl.load(row_of + token)
-    before = tl.load(history + row)
-    keys = before + tl.load(counts + row) - (tl.maximum(before - window + 1, 0) if windowed else 0)
-    used, vs = tl.cdiv(keys, span), tl.arange(0, block_v)
+    if row < 0:
+        return
+    spans = tl.load(used + row)
+    if spans == 1:
+        return
+    first, vs = tl.load(firsts + row), tl.arange(0, block_v)
     top, total = -1e30, 0.0
     said = tl.zeros([block_v], tl.float32)
-    entry = (token * heads + head) * spans
-    for first in range(0, used, block_s):
-        s = first + tl.arange(0, block_s)
-        log = tl.load(weights + entry + s, mask=s < used, other=-float("inf"))
+    entry = ((first * most + token - tl.load(starts + row)) * heads + head).to(tl.int64)
+    for some in range(0, spans, block_s):
+        s = some + tl.arange(0, block_s)
+        slot = entry + s * (most * heads)
+        log = tl.load(weights + slot, mask=s < spans, other=-float("inf"))
         part = tl.load(
-            parts + (entry + s)[:, None] * dv + vs[None, :], mask=(s < used)[:, None] & (vs < dv)[None, :], other=0.0
+            parts + slot[:, None] * dv + vs[None, :], mask=(s < spans)[:, None] & (vs < dv)[None, :], other=0.0
         )
         above = tl.maximum(top, tl.max(log, 0))
         weight, fade = tl.exp2(log - above), tl.exp2(top - above)
         total = total * fade + tl.sum(weight, 0)
         said = said * fade + tl.sum(part * weight[:, None], 0)
         top = above
-    tl.store(out + (token * heads + head) * dv + vs, said / total, mask=vs < dv)
+    tl.store(out + (token * heads + head).to(tl.int64) * dv + vs, said / total, mask=vs < dv)
 
 
 @lru_cache(8)
-def _indices(rows: Rows, first: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """For each row its first page number, first token, count and history; then each token's row."""
+def _divided(rows: Rows, offset: tuple[int, ...], window: int | None, kv_heads: int, device: torch.device) -> Spans:
+    parts = divided(rows.counts, rows.history, window, programs(device, kv_heads))
     starts = [sum(rows.counts[:row]) for row in range(len(rows.counts))]
-    row_of = [row for row, count in enumerate(rows.counts) for _ in range(count)]
-    return tuple(on_device([list(first), starts, list(rows.counts), list(rows.history), row_of], device))
+    used = parts.used.tolist()
+    row_of = [row if used[row] else -1 for row, count in enumerate(rows.counts) for _ in range(count)]
+    firsts = [sum(used[:row]) for row in range(len(used))]
+    lists = [starts, rows.counts, rows.history, offset, firsts, used, parts.row.tolist(), [parts.size], row_of]
+    return Spans(*on_device([list(each) for each in lists], device))
 
 
 def attention(
@@ -124,55 +132,35 @@ def attention(
     stored: Pages,
     window: int | None = None,
     softcap: float | None = None,
-    span: int | None = None,
 ) -> Tensor:
-    """The twin of ops.attention for rows of up to QUERIES new tokens, stored pages and no masks.
-
-    A program reads `span` keys; graphs that are replayed with longer histories fix it.
-    """
+    """The twin of ops.attention for stored pages and no masks."""
     (total, heads, dk), (_, page_tokens, kv_heads, dv) = q.shape, stored.v.shape
-    k, v, group, most = stored.k, stored.v, heads // kv_heads, max(rows.counts, default=0)
-    assert most <= QUERIES and q.stride(2) == k.stride(3) == v.stride(3) == stored.table.stride(1) == 1
+    k, v, group = stored.k, stored.v, heads // kv_heads
+    most = max((count for count in rows.counts if count <= FEW), default=0)
+    assert q.stride(2) == k.stride(3) == v.stride(3) == 1
     out = q.new_empty(total, heads, dv)
-    if not total:
+    if long := tuple(row for row, count in enumerate(rows.counts) if count > FEW):
+        attention_long(q, rows, stored, long, out, scale=scale, window=window, softcap=softcap)
+    spans = stored.spans or _divided(rows, stored.offset, window, kv_heads, q.device)
+    if not most or not len(spans.row):
         return out
-    first, start, count, history, row_of = _indices(rows, stored.first, q.device)
-    reach = [_reach(n, h, window) for n, h in zip(rows.counts, rows.history, strict=True)]
-    span = span or _span(sum(reach) * kv_heads, q.device)
-    spans = -(-max(reach) // span)
-    parts, weights = out, None
-    if spans > 1:
-        parts = torch.empty(total, heads, spans, dv, device=q.device)
-        weights = torch.empty(total, heads, spans, device=q.device)
+    parts = torch.empty(len(spans.row), most, heads, dv, device=q.device)
+    weights = torch.empty(len(spans.row), most, heads, device=q.device)
     block_m, block_k, block_v = (max(16, triton.next_power_of_2(width)) for width in (group * most, dk, dv))
-    _spans[kv_heads, spans, len(rows.counts)](
-        q, k, v, parts, weights, stored.table, first, start, count, history,
-        *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], stored.table.stride(0),
-        scale, softcap or 0.0, window or 0, span, spans,
+    _spans[kv_heads, len(spans.row)](
+        q, k, v, out, parts, weights, stored.table, *spans[:8],
+        *q.stride()[:2], *k.stride()[:3], *v.stride()[:3],
+        scale, softcap or 0.0, window or 0, most,
         heads=heads, group=group, dk=dk, dv=dv, page_tokens=page_tokens,
         block_m=block_m, block_n=_keys(block_k + block_v, k.dtype),
-        block_k=block_k, block_v=block_v, windowed=window is not None, capped=softcap is not None, alone=spans == 1,
+        block_k=block_k, block_v=block_v, windowed=window is not None, capped=softcap is not None,
         stages=STAGES, num_warps=_warps(block_m * block_v, k.dtype),
     )  # fmt: skip
-    if spans > 1:
-        _join[heads, total](
-            parts, weights, out, row_of, count, history, window or 0, span, spans,
-            heads=heads, dv=dv, block_s=32, block_v=block_v, windowed=window is not None,
-        )  # fmt: skip
+    _join[heads, total](
+        parts, weights, out, spans.row_of, spans.start, spans.first, spans.used, most,
+        heads=heads, dv=dv, block_s=32, block_v=block_v,
+    )  # fmt: skip
     return out
-
-
-def _reach(count: int, history: int, window: int | None) -> int:
-    """How many keys a row's new tokens see between them."""
-    if not count:
-        return 0
-    return history + count - (0 if window is None else max(0, history - window + 1))
-
-
-def _span(keys: int, device: torch.device) -> int:
-    """How many keys a program reads: few enough that all processors have work, enough to be worth a program."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return -(-keys // (processors * ROUNDS * SPAN)) * SPAN
 
 
 def _keys(width: int, dtype: torch.dtype) -> int:

@@ -14,7 +14,7 @@ its own rounding to bfloat16, and what they hold is bounded by the values (the l
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 import triton
@@ -26,7 +26,7 @@ from bough.ops.triton.plan import Long
 EPS = tl.constexpr(1e-6)  # under the root of q's and k's length
 DIAGONAL = tl.constexpr(16)
 REGISTERS = 168  # of a thread: three programs of 128 threads then run beside each other
-PROGRAMS = 128  # that fill a large GPU
+SEGMENT = 128  # chunks of a single row, whose states are carried while the next ones are solved
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -68,12 +68,13 @@ def _inverse(a, chunk: tl.constexpr, dtype: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("first",))
 def _systems(
-    q, k, g, beta, units, systems, factors, chunk_start, chunk_count, scale, q_stride, k_stride, g_stride, beta_stride,
+    q, k, g, beta, units, systems, factors, chunk_start, chunk_count, first, scale,
+    q_stride, k_stride, g_stride, beta_stride,
     heads: tl.constexpr, group: tl.constexpr, dk: tl.constexpr, block_k: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    head, here = tl.program_id(0), tl.program_id(1)
+    head, here = tl.program_id(0), first + tl.program_id(1)
     i, ks = tl.arange(0, chunk), tl.arange(0, block_k)
     inside = i < tl.load(chunk_count + here)
     token = tl.load(chunk_start + here).to(tl.int64) + i
@@ -106,52 +107,57 @@ def _systems(
     tl.store(square + chunk * chunk, tl.dot(seen.to(dtype), solved, input_precision="ieee").to(dtype))
 
 
-@triton.jit
-def _halves(x):
-    """The upper and the lower half of the rows."""
-    return tl.split(tl.permute(x.reshape(2, x.shape[0] // 2, x.shape[1]), (1, 2, 0)))
-
-
-@triton.jit
+@triton.jit(do_not_specialize=("first", "last"))
 def _pass(
     units, v, out, states, systems, factors, reads, pieces, piece_start, piece_end, piece_slot, piece_chunk,
-    slot_stride, v_stride: tl.constexpr,
+    first, last, slot_stride, v_stride: tl.constexpr,
     heads: tl.constexpr, group: tl.constexpr, dk: tl.constexpr, dv: tl.constexpr,
     block_k: tl.constexpr, block_v: tl.constexpr, chunk: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
+    """The chunks [first, last), after which the own slot of a row has the state from which the next ones go on.
+
+    All is turned, [dv, ...]: then a product has its result in the registers in which the next one takes it, and only
+    K, Q, X and P X pass through shared memory.
+    """
     row, head = tl.program_id(1), tl.program_id(0) // tl.cdiv(dv, block_v)
     i, ks = tl.arange(0, chunk), tl.arange(0, block_k)
     vs = tl.program_id(0) % tl.cdiv(dv, block_v) * block_v + tl.arange(0, block_v)
-    at = head * dk * dv + ks[:, None] * dv + vs[None, :]
-    inside = (ks < dk)[:, None] & (vs < dv)[None, :]
-    unit_at = i[:, None] * block_k + ks[None, :]
-    system_at = tl.arange(0, 2 * chunk)[:, None] * chunk + i[None, :]
+    at = head * dk * dv + ks[None, :] * dv + vs[:, None]
+    inside = (ks < dk)[None, :] & (vs < dv)[:, None]
+    unit_at, system_at = i[:, None] * block_k + ks[None, :], tl.arange(0, 2 * chunk)[:, None] * chunk + i[None, :]
     of_key, of_value = head // group * 2 * chunk * block_k, head * dv + vs[None, :]
     dtype = units.dtype.element_ty
+    own = tl.load(pieces + row + 1) - 1
+    eye = (i[:, None] == i[None, :]).to(v.dtype.element_ty)
     source = tl.load(reads + row).to(tl.int64)
+    if first > 0:
+        source = tl.load(piece_slot + own).to(tl.int64)
     state = tl.load(states + source * slot_stride + at, mask=inside & (source >= 0), other=0.0)
-    for piece in range(tl.load(pieces + row), tl.load(pieces + row + 1)):
-        end, first = tl.load(piece_end + piece), tl.load(piece_start + piece)
-        first_chunk = tl.load(piece_chunk + piece)
-        for here in tl.range(0, tl.cdiv(end - first, chunk), num_stages=stages):
-            start, base = (first + here * chunk).to(tl.int64), (first_chunk + here).to(tl.int64) * heads + head
-            unit = units + (first_chunk + here).to(tl.int64) * (heads // group * 2 * chunk * block_k) + of_key
-            system = systems + base * 2 * chunk * chunk
-            line = factors + base * 2 * chunk
-            valid = (i < end - first - here * chunk)[:, None] & (vs < dv)[None, :]
-            since, whole = tl.load(line + i), tl.load(line + chunk - 1)
-            key, query, carried = tl.load(unit + unit_at), tl.load(unit + chunk * block_k + unit_at), state.to(dtype)
-            seen = tl.dot(key, carried, input_precision="ieee")
-            heard = tl.dot(query, carried, input_precision="ieee")
-            value = tl.load(v + start * v_stride + (i[:, None] * v_stride + of_value), mask=valid, other=0.0)
-            wanted = (value.to(tl.float32) - seen * since[:, None]).to(dtype)
-            change, said = _halves(tl.dot(tl.load(system + system_at), wanted, input_precision="ieee"))
-            said += heard * since[:, None]
-            rest = (change * tl.load(line + chunk + i)[:, None]).to(dtype)
-            state = tl.dot(tl.trans(key), rest, state * whole, input_precision="ieee")
-            tl.store(out + start * heads * dv + (i[:, None] * heads * dv + of_value), said, mask=valid)
+    for piece in range(tl.load(pieces + row), own + 1):
+        end, start = tl.load(piece_end + piece), tl.load(piece_start + piece)
+        begin = tl.load(piece_chunk + piece)
+        until = begin + tl.cdiv(end - start, chunk)
+        for at_chunk in tl.range(tl.maximum(first - begin, 0), tl.minimum(until, last) - begin, num_stages=stages):
+            here, token = (begin + at_chunk).to(tl.int64), (start + at_chunk * chunk).to(tl.int64)
+            unit = units + here * (heads // group * 2 * chunk * block_k) + of_key
+            system = systems + (here * heads + head) * 2 * chunk * chunk
+            line = factors + (here * heads + head) * 2 * chunk
+            valid = (i < end - start - at_chunk * chunk)[:, None] & (vs < dv)[None, :]
+            since, whole = tl.load(line + i)[None, :], tl.load(line + chunk - 1)
+            key, carried = tl.load(unit + unit_at), state.to(dtype)
+            seen = tl.dot(carried, tl.trans(key), input_precision="ieee")
+            value = tl.load(v + token * v_stride + (i[:, None] * v_stride + of_value), mask=valid, other=0.0)
+            # A product with the identity takes V from shared memory, to which it is copied ahead of time.
+            wanted = tl.dot(tl.trans(value), eye, seen * (-since), input_precision="ieee").to(dtype)
+            both = tl.dot(wanted, tl.trans(tl.load(system + system_at)), input_precision="ieee")
+            change, said = tl.split(tl.permute(both.reshape(block_v, 2, chunk), (0, 2, 1)))
+            rest = (change * tl.load(line + chunk + i)[None, :]).to(dtype)
+            state = tl.dot(rest, key, state * whole, input_precision="ieee")
+            query = tl.load(unit + chunk * block_k + unit_at)
+            said = (said + tl.dot(carried, tl.trans(query), input_precision="ieee") * since).to(out.dtype.element_ty)
+            tl.store(out + token * heads * dv + (i[:, None] * heads * dv + of_value), tl.trans(said), mask=valid)
         target = tl.load(piece_slot + piece).to(tl.int64)
-        if target >= 0:
+        if (target >= 0) & (first <= until) & ((until <= last) | (piece == own)):
             tl.store(states + target * slot_stride + at, state, mask=inside)
 
 
@@ -171,38 +177,62 @@ def advance_long(
     for each in (q, k, v):
         assert each.stride(2) == 1 and each.stride(1) == each.shape[2]
     assert states.stride()[1:] == (k.shape[2] * v.shape[2], v.shape[2], 1) and out.is_contiguous()
-    carry(v, out, states, long, solve(q, k, g, beta, long))
+    chunks = len(long.chunk_start)
+    solved, step = room(k, g, chunks), SEGMENT if len(long.read) == 1 else chunks
+    segments = [(first, min(first + step, chunks)) for first in range(0, chunks, step)]
+    if len(segments) == 1 or not k.is_cuda:
+        for segment in segments:
+            solve(q, k, g, beta, long, solved, segment)
+            carry(v, out, states, long, solved, segment)
+        return
+    here, aside = torch.cuda.current_stream(k.device), _aside(k.device)
+    for segment in segments:
+        solve(q, k, g, beta, long, solved, segment)
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            carry(v, out, states, long, solved, segment)
+    here.wait_stream(aside)
 
 
-def solve(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, long: Long) -> Solved:
-    (_, k_heads, dk), heads, chunks, chunk = k.shape, g.shape[1], len(long.chunk_start), chunk_tokens(k.dtype)
-    block_k, exact = max(16, triton.next_power_of_2(dk)), k.dtype == torch.float32
-    assert g.stride(1) == beta.stride(1) == 1
-    empty = partial(torch.empty, dtype=torch.float32 if exact else torch.float16, device=k.device)
-    solved = Solved(
+@cache
+def _aside(device: torch.device) -> torch.cuda.Stream:
+    """What waits for something solved goes first, or it would only start when all is."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def room(k: Tensor, g: Tensor, chunks: int) -> Solved:
+    (_, k_heads, dk), heads, chunk = k.shape, g.shape[1], chunk_tokens(k.dtype)
+    block_k = max(16, triton.next_power_of_2(dk))
+    empty = partial(torch.empty, dtype=torch.float32 if k.dtype == torch.float32 else torch.float16, device=k.device)
+    return Solved(
         empty(chunks, k_heads, 2, chunk, block_k),
         empty(chunks, heads, 2, chunk, chunk),
         empty(chunks, heads, 2, chunk, dtype=torch.float32),
     )
-    _systems[heads, chunks](
-        q, k, g, beta, solved.units, solved.systems, solved.factors, long.chunk_start, long.chunk_count, dk**-0.5,
-        q.stride(0), k.stride(0), g.stride(0), beta.stride(0),
+
+
+def solve(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, long: Long, solved: Solved, segment: tuple[int, int]) -> None:
+    (_, k_heads, dk), heads, (first, last) = k.shape, g.shape[1], segment
+    chunk, block_k = solved.units.shape[3:]
+    exact = k.dtype == torch.float32
+    assert g.stride(1) == beta.stride(1) == 1
+    _systems[heads, last - first](
+        q, k, g, beta, solved.units, solved.systems, solved.factors, long.chunk_start, long.chunk_count, first,
+        dk**-0.5, q.stride(0), k.stride(0), g.stride(0), beta.stride(0),
         heads=heads, group=heads // k_heads, dk=dk, block_k=block_k, chunk=chunk,
         num_warps=8 if exact else 4, maxnreg=255 if exact else REGISTERS,
     )  # fmt: skip
-    return solved
 
 
-def carry(v: Tensor, out: Tensor, states: Tensor, long: Long, solved: Solved) -> None:
+def carry(v: Tensor, out: Tensor, states: Tensor, long: Long, solved: Solved, segment: tuple[int, int]) -> None:
     """The states from chunk to chunk, and the outputs."""
     (_, heads, dk, dv), (_, k_heads, _, chunk, block_k) = states.shape, solved.units.shape
     exact = solved.units.dtype == torch.float32
-    # Wider slices read less in all; narrower ones are more programs.
-    wide = len(long.read) * heads * triton.cdiv(dv, 64) >= PROGRAMS
-    block_v = 16 if exact else max(16, min(64 if wide else 32, triton.next_power_of_2(dv)))
-    _pass[heads * triton.cdiv(dv, block_v), len(long.read)](
+    block_v = 16 if exact else max(16, min(64, triton.next_power_of_2(dv)))
+    programs = heads * triton.cdiv(dv, block_v)
+    _pass[programs, len(long.read)](
         solved.units, v, out, states, solved.systems, solved.factors,
-        long.read, long.pieces, long.start, long.end, long.slot, long.first_chunk, states.stride(0),
+        long.read, long.pieces, long.start, long.end, long.slot, long.first_chunk, *segment, states.stride(0),
         v_stride=v.stride(0), heads=heads, group=heads // k_heads, dk=dk, dv=dv, block_k=block_k, block_v=block_v,
         chunk=chunk, stages=3 if block_k <= 128 else 2, num_warps=8 if exact else 4,
         maxnreg=255,  # or float32 is given 32, and waits for memory

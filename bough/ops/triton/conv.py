@@ -18,8 +18,16 @@ CHANNELS = 128
 
 
 @triton.jit
-def _input(x, tails, slot, slot_stride, tail_stride, x_stride, start, at, channel, inside, keep: tl.constexpr):
-    """Input `at` of a row, 0 being the first of its tail, as [channels]; where `at` is [tokens, 1], one for each."""
+def _input(
+    x, tails, slot, slot_stride, tail_stride, x_stride, start, at, channel, inside, keep: tl.constexpr,
+    past: tl.constexpr = False,
+):  # fmt: skip
+    """Input `at` of a row, 0 being the first of its tail, as [channels]; where `at` is [tokens, 1], one for each.
+
+    None is of the tail if all are `past` it.
+    """
+    if past:
+        return tl.load(x + (start + at - keep) * x_stride + channel, mask=inside, other=0.0)
     in_tail = inside & (at < keep)
     old = tl.load(tails + slot * slot_stride + at * tail_stride + channel, mask=in_tail & (slot >= 0), other=0.0)
     new = tl.load(x + (start + at - keep) * x_stride + channel, mask=inside & (at >= keep), other=0.0)
@@ -29,13 +37,15 @@ def _input(x, tails, slot, slot_stride, tail_stride, x_stride, start, at, channe
 @triton.jit
 def _filtered(
     x, tails, slot, slot_stride, tail_stride, x_stride, start, at, channel, inside, taps, bias, channels,
-    kernel: tl.constexpr, biased: tl.constexpr, silu: tl.constexpr,
+    kernel: tl.constexpr, biased: tl.constexpr, silu: tl.constexpr, past: tl.constexpr = False,
 ):  # fmt: skip
     """The output of a row's token `at`, in float32."""
     y = tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32) if biased else 0.0
     for i in tl.static_range(kernel):
         tap = tl.load(taps + i * channels + channel, mask=channel < channels, other=0.0)
-        value = _input(x, tails, slot, slot_stride, tail_stride, x_stride, start, at + i, channel, inside, kernel - 1)
+        value = _input(
+            x, tails, slot, slot_stride, tail_stride, x_stride, start, at + i, channel, inside, kernel - 1, past
+        )
         y += value.to(tl.float32) * tap
     return y * tl.sigmoid(y) if silu else y
 
@@ -65,6 +75,24 @@ def _short_rows(
 
 
 @triton.jit
+def _short_tails(
+    x, tails, starts, counts, reads, writes, x_stride, slot_stride, tail_stride, channels,
+    keep: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1)
+    channel = tl.program_id(0) * block + tl.arange(0, block)
+    inside = channel < channels
+    start, count = tl.load(starts + row).to(tl.int64), tl.load(counts + row)
+    source, target = tl.load(reads + row).to(tl.int64), tl.load(writes + row).to(tl.int64)
+    if target >= 0:
+        for i in tl.static_range(keep):
+            value = _input(
+                x, tails, source, slot_stride, tail_stride, x_stride, start, count + i, channel, inside, keep
+            )
+            tl.store(tails + target * slot_stride + i * tail_stride + channel, value, mask=inside)
+
+
+@triton.jit
 def _long_outputs(
     x, y, tails, taps, bias, reads, pieces, piece_start, chunk_start, chunk_count, chunk_row,
     x_stride, y_stride, slot_stride, tail_stride, channels,
@@ -74,12 +102,19 @@ def _long_outputs(
     channel = (tl.program_id(0) * block + tl.arange(0, block))[None, :]
     token, row = tl.arange(0, chunk)[:, None], tl.load(chunk_row + here)
     start = tl.load(piece_start + tl.load(pieces + row)).to(tl.int64)
-    at = tl.load(chunk_start + here) - start + token
+    before = tl.load(chunk_start + here) - start  # tokens of the row
+    at, slot = before + token, tl.load(reads + row).to(tl.int64)
     inside = (token < tl.load(chunk_count + here)) & (channel < channels)
-    out = _filtered(
-        x, tails, tl.load(reads + row).to(tl.int64), slot_stride, tail_stride, x_stride, start, at, channel, inside,
-        taps, bias, channels, kernel, biased, silu,
-    )  # fmt: skip
+    if before >= kernel - 1:
+        out = _filtered(
+            x, tails, slot, slot_stride, tail_stride, x_stride, start, at, channel, inside,
+            taps, bias, channels, kernel, biased, silu, True,
+        )  # fmt: skip
+    else:
+        out = _filtered(
+            x, tails, slot, slot_stride, tail_stride, x_stride, start, at, channel, inside,
+            taps, bias, channels, kernel, biased, silu,
+        )  # fmt: skip
     tl.store(y + (start + at) * y_stride + channel, out, mask=inside)
 
 
@@ -133,6 +168,22 @@ def causal_conv(
             x, data, long.read, long.pieces, long.start, long.end, long.slot, x.stride(0), *strides[2:],
             kernel=kernel, block=CHANNELS,
         )  # fmt: skip
-    for row, start, end in rows:
-        slots.record(row, x[start:end])
+    slots.record(rows, x)
     return close_slots(y, slots, explicit)
+
+
+def carry(x: Tensor, rows: Rows, *, stored: Slots) -> None:
+    """The twin of ops.carry."""
+    slots = open_slots("carry", rows, stored, None)
+    data, (_, keep, channels) = slots.data, slots.data.shape
+    assert x.stride(1) == 1 and data.stride(2) == 1
+    short, long = plan(rows, slots, CHUNK)
+    strides, blocks = (x.stride(0), data.stride(0), data.stride(1), channels), triton.cdiv(channels, CHANNELS)
+    if len(short.start):
+        _short_tails[blocks, len(short.start)](x, data, *short, *strides, keep=keep, block=CHANNELS)
+    if len(long.read):
+        _long_tails[blocks, len(long.read)](
+            x, data, long.read, long.pieces, long.start, long.end, long.slot, *strides,
+            kernel=keep + 1, block=CHANNELS,
+        )  # fmt: skip
+    slots.record(rows, x)

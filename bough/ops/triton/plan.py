@@ -7,26 +7,17 @@ are recorded writes none.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bough.ops.ragged import Rows, Slots
+from bough.ops.ragged import Rows, ShortRows, Slots
 
 SHORT = 8
 NONE = -1
 ALIGN = 4  # numbers: 16 bytes
-
-
-class Short(NamedTuple):
-    """Rows that are worked off token by token."""
-
-    start: Tensor  # [R] int32: the first token of each
-    tokens: Tensor
-    read: Tensor  # [R] int32: slots
-    write: Tensor
 
 
 class Long(NamedTuple):
@@ -44,15 +35,17 @@ class Long(NamedTuple):
 
 
 class Plan(NamedTuple):
-    short: Short
+    short: ShortRows
     long: Long
 
 
 def plan(rows: Rows, slots: Slots, chunk: int) -> Plan:
     """The plan of a forward whose chunks have `chunk` tokens; all its layers run on the stream of the first."""
+    if slots.short is not None:
+        return Plan(slots.short, _none(slots.data.device))
     read = tuple(NONE if row in slots.fresh else slot for row, slot in enumerate(slots.read))
-    recorded = slots.records or (None,) * len(read)
-    write = tuple(NONE if record else slot for record, slot in zip(recorded, slots.write, strict=True))
+    recorded = slots.recorded or (False,) * len(read)
+    write = tuple(NONE if each else slot for each, slot in zip(recorded, slots.write, strict=True))
     return _plan(rows, read, write, slots.cut, chunk, slots.data.device)
 
 
@@ -89,7 +82,13 @@ def _plan(
     begins, lasts, slots, firsts = _columns(pieces, 4)
     parts = [starts, counts, reads, writes, sources, ends, begins, lasts, slots, firsts, *_columns(chunks, 3)]
     tensors = on_device(parts, device)
-    return Plan(Short(*tensors[:4]), Long(*tensors[4:]))
+    return Plan(ShortRows(*tensors[:4]), Long(*tensors[4:]))
+
+
+@cache
+def _none(device: torch.device) -> Long:
+    """No rows."""
+    return _plan(Rows((), ()), (), (), (), 1, device).long
 
 
 def _columns(table: Sequence[tuple[int, ...]], width: int) -> list[list[int]]:

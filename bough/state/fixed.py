@@ -1,0 +1,139 @@
+"""Fixed: the numbers of a step at addresses that stay, so that work captured over them can be done again with others.
+
+It holds up to so many rows and tokens. Rows that are not there have no tokens; tokens that are not there belong to no
+row, and their entries go to scratch. All numbers lie in one buffer, with the pages of all rows last, so that one copy
+sends what is used of it.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bough.ops.ragged import Recording, Rows, ShortRows, Spans
+from bough.ops.spans import divided, most_spans, programs
+from bough.state.kinds import PageKind
+from bough.state.pool import Pool
+from bough.state.step import HostNumbers, PageTable, Step
+
+NONE = -1
+PER_ROW = ("start", "tokens", "history", "read", "write")
+PER_TOKEN = ("token", "position", "place", "row_of")
+
+
+class Fixed:
+    """Room for the numbers of `rows` rows of up to `each` tokens, of a context each."""
+
+    def __init__(self, pool: Pool, rows: int, each: int, context: int) -> None:
+        self.pool, self.rows, self.each = pool, rows, each
+        self._windows = {unit: _window(pool, unit) for unit in pool.page_stores}
+        self._programs = {unit: programs(pool.device, _kv_heads(pool, unit)) for unit in pool.page_stores}
+        self._at: dict[str, slice] = {}
+        for name, size in self._sizes():
+            end = self._end
+            self._at[name] = slice(end, end + size)
+        pages = len(pool.page_stores) * rows * (-(-context // pool.layout.page_tokens) + 1)
+        self._blank = self._without_rows()
+        self._numbers = torch.zeros(self._end + pages, dtype=torch.int32, device=pool.device)
+        self._numbers[: self._end] = torch.from_numpy(self._blank)
+        self.tokens, self.positions = self._view("token"), self._view("position")
+        self.short = ShortRows(*(self._view(name) for name in ("start", "tokens", "read", "write")))
+
+    @property
+    def _end(self) -> int:
+        return -(-max((each.stop for each in self._at.values()), default=0) // 4) * 4  # 16 bytes
+
+    def _sizes(self) -> Iterable[tuple[str, int]]:
+        yield from ((name, self.rows) for name in PER_ROW)
+        yield from ((name, self.rows * self.each) for name in PER_TOKEN)
+        for unit in self.pool.page_stores:
+            yield from ((f"{name} {unit}", self.rows) for name in ("offset", "first", "used"))
+            yield f"page {unit}", self.rows * self.each
+            yield f"row {unit}", most_spans(self.rows, self._programs[unit])
+            yield f"size {unit}", 1
+
+    def _without_rows(self) -> NDArray[np.int32]:
+        blank = np.zeros(self._end, np.int32)
+        for name in ("read", "write", "row_of", *(f"row {unit}" for unit in self.pool.page_stores)):
+            blank[self._at[name]] = NONE
+        for unit in self.pool.page_stores:
+            blank[self._at[f"page {unit}"]] = self.pool.stores[unit].scratch
+        return blank
+
+    def _view(self, name: str) -> Tensor:
+        return self._numbers[self._at[name]]
+
+    def table(self, unit: int) -> PageTable:
+        own = {name: self._view(f"{name} {unit}") for name in ("offset", "first", "used", "row", "size")}
+        shared = {name: self._view(name) for name in ("start", "tokens", "history", "row_of")}
+        pages, unknown = self._numbers[self._end :], (0,) * self.rows
+        return PageTable(pages, unknown, self._view(f"page {unit}"), self._view("place"), Spans(**own, **shared))
+
+    def step(self, *, recorded: bool) -> Step:
+        """A step over whatever numbers there are. To ops its rows are all there and of full length."""
+        rows, slots = Rows((self.each,) * self.rows, (1,) * self.rows), (0,) * self.rows
+        if self.pool.slot_store is None:
+            return Step(self.pool, rows, self)
+        fields = self.pool.stores[self.pool.slot_store].unit.fields
+        recordings = {key: Recording() for key in fields} if recorded else None
+        return Step(self.pool, rows, self, slots, slots, recorded=(recorded,) * self.rows, recordings=recordings)
+
+    def fill(self, step: Step) -> None:
+        """Take over the numbers of a step of no more rows and tokens. Nobody waits for them to be sent."""
+        assert isinstance(step.numbers, HostNumbers)
+        numbers, rows = step.numbers, step.rows
+        pages, offsets = _joined([numbers.pages(unit) for unit in self.pool.page_stores])
+        sent = torch.empty(self._end + len(pages), dtype=torch.int32, pin_memory=self.pool.device.type == "cuda")
+        packed = sent.numpy()
+        packed[: self._end] = self._blank
+        packed[self._end :] = pages
+
+        def put(name: str, values: object) -> None:
+            start = self._at[name].start
+            values = np.asarray(values)
+            packed[start : start + len(values)] = values
+
+        counts = np.array(rows.counts)
+        put("start", np.cumsum(counts) - counts)
+        put("tokens", counts)
+        put("history", rows.history)
+        if self.pool.slot_store is not None:
+            recorded = step.recorded or (False,) * len(counts)
+            put("read", [slot if h else NONE for slot, h in zip(step.read, rows.history, strict=True)])
+            put("write", [NONE if each else slot for slot, each in zip(step.write, recorded, strict=True)])
+        put("token", numbers.fed)
+        put("position", numbers.places)
+        put("place", numbers.places % self.pool.layout.page_tokens)
+        put("row_of", np.repeat(np.arange(len(counts)), counts))
+        for unit, offset in zip(self.pool.page_stores, offsets, strict=True):
+            parts = divided(rows.counts, rows.history, self._windows[unit], self._programs[unit])
+            put(f"offset {unit}", offset)
+            put(f"first {unit}", np.cumsum(parts.used) - parts.used)
+            put(f"used {unit}", parts.used)
+            put(f"page {unit}", numbers.written(unit))
+            put(f"row {unit}", parts.row)
+            put(f"size {unit}", [parts.size])
+        self._numbers[: len(packed)].copy_(sent, non_blocking=True)
+        if step.given is not None:
+            self.tokens[: rows.total].copy_(step.given)
+
+
+def _joined(tables: list[tuple[NDArray[np.int64], list[int]]]) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+    """The pages of all groups in one table, and the offsets in it."""
+    ends = np.cumsum([0, *(len(pages) for pages, _ in tables)])
+    offsets = [np.array(offset, np.int64) + end for (_, offset), end in zip(tables, ends, strict=False)]
+    return np.concatenate([pages for pages, _ in tables]) if tables else np.empty(0, np.int64), offsets
+
+
+def _window(pool: Pool, unit: int) -> int | None:
+    reach = pool.stores[unit].unit.reach
+    return None if reach is None else reach + 1
+
+
+def _kv_heads(pool: Pool, unit: int) -> int:
+    """Of the group's first layer."""
+    kind = pool.layout.kinds[next(layer for layer, _ in pool.stores[unit].unit.fields)]
+    assert isinstance(kind, PageKind)
+    return kind.heads

@@ -1,0 +1,89 @@
+"""Graphs: forwards of a few tokens a row, captured once on a CUDA device and replayed with other numbers.
+
+A decode step is a few hundred small kernels, and to launch them one by one takes the host longer than the device takes
+to run them. Rows are padded to a bucket, tokens to what the longest row has; what is padded goes to scratch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bough.ops.spans import FEW
+from bough.state.fixed import Fixed
+from bough.state.pool import Pool
+from bough.state.step import Recordings, Step
+
+MOST = 256  # rows
+Compute = Callable[[Step, Tensor | None], tuple[Tensor, Tensor]]  # of a step, and rows that come with its tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A graph, the numbers it reads, and what it leaves: hidden rows and logits of all tokens, and recorded inputs."""
+
+    graph: Any
+    fixed: Fixed
+    rows: Tensor | None  # those that come with tokens
+    hidden: Tensor
+    logits: Tensor
+    recordings: Recordings | None
+
+
+class Graphs:
+    """What one forward computes, for steps of short rows. Logits and what is recorded hold until the next call."""
+
+    def __init__(self, pool: Pool, compute: Compute, context: int) -> None:
+        self.pool, self.compute, self.context = pool, compute, context
+        self._captured: dict[tuple[int, int, bool], Captured] = {}
+        self._memory = torch.cuda.graph_pool_handle() if pool.device.type == "cuda" else None
+
+    def takes(self, step: Step) -> bool:
+        """Whether a step can be done so."""
+        counts = step.rows.counts
+        return (
+            self._memory is not None
+            and 0 < len(counts) <= MOST
+            and 0 < max(counts) <= FEW
+            and not any(step.rows.cuts)
+            and step.masks is None
+        )
+
+    def __call__(self, step: Step, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The hidden rows and the logits of all its tokens."""
+        shape = (bucket(len(step.rows.counts)), max(step.rows.counts), step.recordings is not None)
+        captured = self._captured.get(shape)
+        if captured is None:
+            captured = self._captured[shape] = self._capture(*shape, like=rows)
+        captured.fixed.fill(step)
+        total = step.rows.total
+        if captured.rows is not None and rows is not None:
+            captured.rows[:total].copy_(rows)
+        captured.graph.replay()
+        if step.recordings is not None and captured.recordings is not None:
+            for key, recording in captured.recordings.items():
+                step.recordings[key].inputs = recording.inputs
+        return captured.hidden[:total].clone(), captured.logits[:total]
+
+    def _capture(self, rows: int, each: int, recorded: bool, like: Tensor | None) -> Captured:
+        fixed = Fixed(self.pool, rows, each, self.context)
+        given = None if like is None else like.new_zeros(rows * each, like.shape[1])
+        beside = torch.cuda.Stream(self.pool.device)  # type: ignore[no-untyped-call]
+        beside.wait_stream(torch.cuda.current_stream(self.pool.device))
+        with torch.cuda.stream(beside):
+            self.compute(fixed.step(recorded=recorded), given)  # kernels are compiled, libraries set up, before
+        torch.cuda.current_stream(self.pool.device).wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        step = fixed.step(recorded=recorded)
+        # Other threads may copy meanwhile.
+        with torch.cuda.graph(graph, pool=self._memory, stream=beside, capture_error_mode="thread_local"):
+            hidden, logits = self.compute(step, given)
+        return Captured(graph, fixed, given, hidden, logits, step.recordings)
+
+
+def bucket(rows: int) -> int:
+    """The least number of rows that is captured and holds so many: powers of two, and halves between them."""
+    power = 1 << (rows - 1).bit_length()
+    return power * 3 // 4 if power >= 8 and rows <= power * 3 // 4 else power

@@ -1,0 +1,116 @@
+"""The Triton kernels for products of few rows against their reference twin, on odd shapes, with all that they must not
+read poisoned. Where there is no GPU they run in the interpreter, as those of test_triton.py.
+"""
+
+from importlib import import_module
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_triton import DEVICE, HERE, LOW, kernels, plain_numbers
+from test_triton_experts import poisoned_memory
+
+from bough import ops
+
+__all__ = ["plain_numbers"]  # a fixture that all tests here use
+
+twin = import_module("bough.ops.triton.linear") if HERE else None
+
+
+def made(rows: int, outputs: int, inputs: int, dtype: torch.dtype):
+    """x is a part of wider rows, the last of which is NaN as the padding of a step may be."""
+    x, weight = torch.randn(rows, inputs + 8, device=DEVICE), torch.randn(outputs, inputs, device=DEVICE)
+    x, weight, bias = x.to(dtype), (weight * inputs**-0.5).to(dtype), torch.randn(outputs, device=DEVICE).to(dtype)
+    if rows > 1:
+        x[-1] = torch.nan
+    return x[:, 8:], weight, bias
+
+
+def exactly(x, weight, bias=None):
+    return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
+def near(ours, theirs, exact):
+    """As near the exact one as theirs, but for the row that is padding."""
+    kept = slice(0, max(1, len(ours) - 1))
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    scale = exact[kept].abs().max()
+    error, other = ((each.double() - exact)[kept].abs().max() / scale for each in (ours, theirs))
+    assert error <= (1e-6 if ours.dtype == torch.float32 else 1.5 * other + 1e-4)
+
+
+VECTORS = ("vectors", (4, 32, 1, 1)), ("vectors", (8, 16, 2, 3))
+PRODUCTS = ("product", (16, 32, 4, 1)), ("product", (32, 16, 2, 3, 3)), ("product", (32, 16, 4, 3, 2, 0, True))
+SHAPES = [
+    (1, 70, 96, VECTORS),
+    (3, 33, 40, VECTORS),
+    (1, 33, 40, PRODUCTS),
+    (17, 64, 128, PRODUCTS),
+    (3, 2, 8, PRODUCTS),
+]
+CASES = [(how, cut, *shape) for *shape, some in SHAPES for how, cut in some]
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("how", "cut", "rows", "outputs", "inputs"), CASES)
+def test_product(how, cut, rows, outputs, inputs, biased, dtype):
+    x, weight, bias = made(rows, outputs, inputs, dtype)
+    bias = bias if biased else None
+    with poisoned_memory():
+        ours = getattr(twin, how)(x, weight, bias, twin.Cut(*cut))
+    near(ours, F.linear(x, weight, bias), exactly(x, weight, bias))
+
+
+@kernels
+@pytest.mark.parametrize("activation", [F.silu, ops.gelu_tanh])
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@pytest.mark.parametrize(
+    ("how", "cut", "rows", "outputs", "inputs"), [each for each in CASES if each[3] % 2 == 0 and len(each[1]) < 7]
+)
+def test_gated_product(how, cut, rows, outputs, inputs, dtype, activation):
+    x, weight, _ = made(rows, outputs, inputs, dtype)
+    with poisoned_memory():
+        ours = getattr(twin, how)(x, weight, None, twin.Cut(*cut), twin.ACTIVATIONS[activation])
+    theirs = ops.gated(*ops.linear(x, weight).chunk(2, -1), activation)
+    gate, up = exactly(x, weight).chunk(2, -1)
+    near(ours, theirs, activation(gate) * up)
+
+
+@kernels
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_the_cut_that_is_chosen(rows):
+    x, weight, bias = made(rows, 40, 1288, LOW)
+    with poisoned_memory():
+        ours, gated = twin.few_rows(x, weight, bias), twin.gated_rows(x, weight, F.silu)
+    near(ours, F.linear(x, weight, bias), exactly(x, weight, bias))
+    gate, up = exactly(x, weight).chunk(2, -1)
+    near(gated, ops.gated(*F.linear(x, weight).chunk(2, -1), F.silu), F.silu(gate) * up)
+    assert twin._arrivals(x.device).count_nonzero() == 0
+
+
+@kernels
+def test_what_the_kernels_leave_to_torch():
+    x, weight = (torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for shape in ((4, 16), (8, 16)))
+    assert twin.few(x, weight) and twin.few(x[:1], weight) and twin.few(x[:, :8], weight[:, :8].contiguous())
+    other = [(x.float(), weight.float()), (x, weight.float()), (x[:0], weight), (x.expand(65, 4, 16)[:, 0], weight)]
+    other += [(x[:, 1:13], weight[:, 1:13]), (x[:, :12], weight[:, :12].contiguous()), (x, weight[:, :1].expand(8, 16))]
+    other += [(x.T.contiguous().T, weight), (x, weight.new_empty(1, 16).expand(twin.OUTPUTS + 1, 16))]
+    assert not any(twin.few(*each) for each in other)
+
+
+@kernels
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs need CUDA")
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_a_captured_graph_repeats_what_was_computed(rows):
+    x, weight, bias = made(rows, 2560, 4096, LOW)
+    want = [ops.linear(x, weight, bias), F.linear(x, weight, bias)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours = ops.linear(x, weight, bias)
+    for _ in range(3):
+        ours.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(ours[:-1], want[0][:-1])
+    assert (ours - want[1])[: max(1, rows - 1)].abs().max() < 3e-2
