@@ -40,7 +40,7 @@ def near(ours, theirs, exact):
 
 
 VECTORS = ("vectors", (4, 32, 1, 1)), ("vectors", (8, 16, 2, 3))
-PRODUCTS = ("product", (16, 32, 4, 1)), ("product", (32, 16, 2, 3, 3)), ("product", (32, 16, 4, 3, 2, 0, True))
+PRODUCTS = ("product", (16, 32, 4, 1)), ("product", (32, 16, 2, 3, 3)), ("product", (32, 16, 4, 3, 2))
 SHAPES = [
     (1, 70, 96, VECTORS),
     (3, 33, 40, VECTORS),
@@ -66,9 +66,7 @@ def test_product(how, cut, rows, outputs, inputs, biased, dtype):
 @kernels
 @pytest.mark.parametrize("activation", [F.silu, ops.gelu_tanh])
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
-@pytest.mark.parametrize(
-    ("how", "cut", "rows", "outputs", "inputs"), [each for each in CASES if each[3] % 2 == 0 and len(each[1]) < 7]
-)
+@pytest.mark.parametrize(("how", "cut", "rows", "outputs", "inputs"), [each for each in CASES if each[3] % 2 == 0])
 def test_gated_product(how, cut, rows, outputs, inputs, dtype, activation):
     x, weight, _ = made(rows, outputs, inputs, dtype)
     with poisoned_memory():
@@ -79,7 +77,7 @@ def test_gated_product(how, cut, rows, outputs, inputs, dtype, activation):
 
 
 @kernels
-@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("rows", [1, 5, 30])
 def test_the_cut_that_is_chosen(rows):
     x, weight, bias = made(rows, 40, 1288, LOW)
     with poisoned_memory():
@@ -94,7 +92,7 @@ def test_the_cut_that_is_chosen(rows):
 def test_what_the_kernels_leave_to_torch():
     x, weight = (torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for shape in ((4, 16), (8, 16)))
     assert twin.few(x, weight) and twin.few(x[:1], weight) and twin.few(x[:, :8], weight[:, :8].contiguous())
-    other = [(x.float(), weight.float()), (x, weight.float()), (x[:0], weight), (x.expand(65, 4, 16)[:, 0], weight)]
+    other = [(x.float(), weight.float()), (x, weight.float()), (x[:0], weight), (x.expand(33, 4, 16)[:, 0], weight)]
     other += [(x[:, 1:13], weight[:, 1:13]), (x[:, :12], weight[:, :12].contiguous()), (x, weight[:, :1].expand(8, 16))]
     other += [(x.T.contiguous().T, weight), (x, weight.new_empty(1, 16).expand(twin.OUTPUTS + 1, 16))]
     assert not any(twin.few(*each) for each in other)
@@ -102,7 +100,7 @@ def test_what_the_kernels_leave_to_torch():
 
 @kernels
 @pytest.mark.skipif(DEVICE == "cpu", reason="graphs need CUDA")
-@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("rows", [1, 16, 32])
 def test_a_captured_graph_repeats_what_was_computed(rows):
     x, weight, bias = made(rows, 2560, 4096, LOW)
     want = [ops.linear(x, weight, bias), F.linear(x, weight, bias)]

@@ -116,8 +116,7 @@ class GatedMLP:
         self.activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(ops.gated(gate, up, self.activation))
+        return self.down(ops.gated_linear(x, self.gate_up.weight, self.gate_up.bias, self.activation))
 
 
 ACTIVATIONS: dict[str, Activation] = {

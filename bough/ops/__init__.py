@@ -9,7 +9,7 @@ from bough.ops.conv import carry, causal_conv, replay_conv
 from bough.ops.delta import DeltaLayer, delta_gates, gated_delta, gated_delta_layer, replay_delta
 from bough.ops.experts import Matrices, experts, matrices
 from bough.ops.heads import place_heads
-from bough.ops.linear import Parts, Weight, arranged, fused, linear
+from bough.ops.linear import Parts, Weight, arranged, fused, gated_linear, linear
 from bough.ops.norm import Norm, rms_norm, rms_norm_gated, rms_norm_scaled
 from bough.ops.quant import Quantised
 from bough.ops.ragged import Pages, Rows, Slots
@@ -37,6 +37,7 @@ __all__ = [
     "gated",
     "gated_delta",
     "gated_delta_layer",
+    "gated_linear",
     "gelu_tanh",
     "inverse_frequencies",
     "linear",

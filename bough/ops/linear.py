@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bough.ops.activation import Activation, gated
 from bough.ops.quant import Chunks, Quantised, chunks, stacked
 from bough.ops.quant_cpu import Planes, planes
 from bough.ops.twins import twins
@@ -48,6 +49,16 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if (fast := twins(x)) is not None and fast.few(x, weight):
         return fast.few_rows(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
+    """activation(gate) · up of the products of x with both, one under the other in the weight."""
+    fast = twins(x) if bias is None and isinstance(weight, Tensor) else None
+    if fast is not None and fast.few(x, weight) and activation in fast.ACTIVATIONS:
+        gated_rows: Tensor = fast.gated_rows(x, weight, activation)
+        return gated_rows
+    gate, up = linear(x, weight, bias).chunk(2, -1)
+    return gated(gate, up, activation)
 
 
 def fused(weights: Sequence[Tensor | Quantised]) -> Tensor | Quantised | Parts:

@@ -15,18 +15,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bough.ops.activation import Activation
 from bough.ops.triton.activation import ACTIVATIONS, _activated
 
-ROWS = 64  # up to which reading the weights is what takes time
+ROWS = 32  # up to which these are faster than torch's own
 VECTORS = 2  # rows up to which the arithmetic units do as well as the matrix units
 OUTPUTS = 1 << 16  # up to which these are faster than torch's own
 TILES = 1 << 14  # whose programs can be counted
 CHUNK = tl.constexpr(8)  # neighbouring inputs that a thread loads at once, and adds up
-LINE = tl.constexpr(64)  # inputs in a line of the cache
 
 
 class Cut(NamedTuple):
@@ -37,8 +34,6 @@ class Cut(NamedTuple):
     warps: int
     stages: int
     parts: int = 1  # that the inputs are cut into
-    early: int = 0  # inputs whose weights a program asks for while the kernel before it still runs
-    described: bool = False  # the weights are read by descriptors
 
 
 @triton.jit
@@ -48,17 +43,6 @@ def _outputs(first, outputs, block: tl.constexpr, gated: tl.constexpr):
     if gated:
         return tl.minimum(first // 2 + at // 2, outputs // 2 - 1) + at % 2 * (outputs // 2)
     return tl.minimum(first + at, outputs - 1)
-
-
-@triton.jit
-def _begin(weight, inputs, early: tl.constexpr):
-    """Asks for the first weights that will be read, then waits until the kernel before this is done."""
-    line = weight + tl.minimum(tl.arange(0, early // LINE)[None, :] * LINE, inputs - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // $0", "=r,l", [line.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-    cuda.gdc_wait()
-    cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -81,13 +65,11 @@ def _put(sums, bias, output, out, first, row, rows, outputs, block: tl.constexpr
 @triton.jit(do_not_specialize=["rows"])
 def _vectors(
     x, weight, bias, out, rows, outputs, x_stride, inputs: tl.constexpr, block: tl.constexpr,
-    block_rows: tl.constexpr, span: tl.constexpr, stages: tl.constexpr, activation: tl.constexpr, early: tl.constexpr,
+    block_rows: tl.constexpr, span: tl.constexpr, stages: tl.constexpr, activation: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * block
     output = _outputs(first, outputs, block, activation is not None)
     weight += output.to(tl.int64)[:, None] * inputs
-    if early:
-        _begin(weight, inputs, early)
     ragged: tl.constexpr = inputs % span != 0
     sums = (tl.zeros([block, span // CHUNK], tl.float32),) * block_rows
     for start in tl.range(0, inputs, span, num_stages=stages):
@@ -125,26 +107,20 @@ def _gathered(sums, partial, arrived, tiles, block: tl.constexpr, block_rows: tl
 def _product(
     x, weight, bias, out, partial, arrived, rows, outputs, x_stride, inputs: tl.constexpr, part: tl.constexpr,
     parts: tl.constexpr, block: tl.constexpr, block_rows: tl.constexpr, span: tl.constexpr, stages: tl.constexpr,
-    activation: tl.constexpr, early: tl.constexpr, described: tl.constexpr,
+    activation: tl.constexpr,
 ):  # fmt: skip
-    first, begin = tl.program_id(0) * block, tl.program_id(1) * part
+    first, low = tl.program_id(0) * block, tl.program_id(1) * part
     output = _outputs(first, outputs, block, activation is not None)
     row = tl.arange(0, block_rows)
-    if not described:
-        weight += output.to(tl.int64)[:, None] * inputs
-    if early:
-        _begin(weight + begin, inputs - begin, early)
+    weight += output.to(tl.int64)[:, None] * inputs
     x += tl.minimum(row, rows - 1)[None, :] * x_stride
     ragged: tl.constexpr = inputs % part != 0
     sums = tl.zeros([block, block_rows], tl.float32)
     for start in tl.range(0, part, span, num_stages=stages):
-        at = begin + start + tl.arange(0, span)
+        at = low + start + tl.arange(0, span)
         left = at[None, :] < inputs if ragged else None
         right = at[:, None] < inputs if ragged else None
-        if described:
-            some = weight.load([first, begin + start])
-        else:
-            some = tl.load(weight + at[None, :], mask=left, other=0.0 if ragged else None)
+        some = tl.load(weight + at[None, :], mask=left, other=0.0 if ragged else None)
         seen = tl.load(x + at[:, None], mask=right, other=0.0 if ragged else None)
         sums = tl.dot(some, seen, sums, input_precision="ieee")
     if parts == 1:
@@ -169,7 +145,7 @@ def vectors(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut, activation
     _vectors[(triton.cdiv(outputs, cut.outputs),)](
         x, weight, bias, out, rows, outputs, x.stride(0), inputs=inputs, block=cut.outputs,
         block_rows=triton.next_power_of_2(rows), span=cut.inputs, stages=cut.stages, activation=activation,
-        early=cut.early, num_warps=cut.warps, launch_pdl=cut.early > 0,
+        num_warps=cut.warps,
     )  # fmt: skip
     return out
 
@@ -186,23 +162,22 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut, activation
         assert tiles <= TILES
         partial = x.new_empty(parts * tiles * cut.outputs * block_rows, dtype=torch.float32)
         arrived = _arrivals(x.device)
-    read = TensorDescriptor.from_tensor(weight, [cut.outputs, cut.inputs]) if cut.described else weight
     _product[tiles, parts](
-        x, read, bias, out, partial, arrived, rows, outputs, x.stride(0), inputs=inputs, part=part, parts=parts,
+        x, weight, bias, out, partial, arrived, rows, outputs, x.stride(0), inputs=inputs, part=part, parts=parts,
         block=cut.outputs, block_rows=block_rows, span=cut.inputs, stages=cut.stages, activation=activation,
-        early=cut.early, described=cut.described, num_warps=cut.warps, launch_pdl=cut.early > 0,
+        num_warps=cut.warps,
     )  # fmt: skip
     return out
 
 
 def vectors_cut(outputs: int, inputs: int) -> Cut:
     """Few outputs to a program, so that all processors end together."""
-    return Cut(8 if outputs >= 8192 else 4, 512, 1 if outputs >= 8192 else 2, 3)
+    return Cut(8, 512, 1, 1) if outputs >= 8192 else Cut(4, 512, 2, 3)
 
 
-def product_cut(rows: int, outputs: int, inputs: int) -> Cut:
-    """The inputs are cut so that there are about two programs for each processor, which all run at once."""
-    return Cut(64, 128 if rows <= 32 else 64, 4, 3 if rows <= 32 else 4, max(1, min(inputs // 512, 20480 // outputs)))
+def product_cut(outputs: int, inputs: int) -> Cut:
+    """The inputs are cut so that there is at least a program for each processor."""
+    return Cut(64, 128, 4, 3) if outputs >= 8192 else Cut(64, 128, 4, 4, max(1, min(inputs // 512, 10240 // outputs)))
 
 
 def few(x: Tensor, weight: Tensor) -> bool:
@@ -219,7 +194,7 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: 
     """The twin of ops.linear, for `few` rows."""
     if len(x) <= VECTORS:
         return vectors(x, weight, bias, vectors_cut(*weight.shape), activation)
-    return product(x, weight, bias, product_cut(len(x), *weight.shape), activation)
+    return product(x, weight, bias, product_cut(*weight.shape), activation)
 
 
 def gated_rows(x: Tensor, gate_up: Tensor, activation: Activation) -> Tensor:
