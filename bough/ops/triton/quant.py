@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 4  # up to which the arithmetic units do as well as the matrix units
+ROWS = 2  # up to which the arithmetic units do as well as the matrix units
 BESIDE = tl.constexpr(4)  # words of a chunk
 INTEGER = tl.constexpr(2.0**69)  # with LIFT the 2**149 of an integer that is read as a number: no float32 has it whole
 LIFT = tl.constexpr(80)
@@ -203,6 +203,8 @@ def vectors_cut(outputs: int, words: int) -> Cut:
 
 def product_cut(outputs: int, words: int) -> Cut:
     """The inputs are cut so that there are about as many programs as run at a time."""
+    if outputs >= 8192:
+        return Cut(64, 4, 3, max(1, min(words // 64, 4)))
     return Cut(32, 2, 3, max(1, min(words // 64, 1024 * 32 // outputs)))
 
 

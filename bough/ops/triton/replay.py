@@ -5,6 +5,8 @@ Layers have their tensors wherever they were made, so kernels are given their ad
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -63,11 +65,16 @@ def _replay_conv(
 
 
 def _numbers(layers: Sequence[Replayed], rows: Sequence[ReplayedRow], device: torch.device) -> list[Tensor]:
-    """The addresses of the layers' tensors, and the rows' slots, starts and counts, in one copy."""
-    addresses = [each.data_ptr() for data, inputs in layers for each in (data, *inputs)]
-    packed = torch.tensor([*addresses, *(number for column in zip(*rows, strict=True) for number in column)])
-    packed = packed.pin_memory() if device.type == "cuda" else packed
-    return list(packed.to(device, non_blocking=True).split([len(addresses), *[len(rows)] * 3]))
+    """The addresses of the layers' tensors, and the rows' slots, starts and counts."""
+    addresses = tuple(each.data_ptr() for data, inputs in layers for each in (data, *inputs))
+    return [_sent(addresses, device), *_sent(tuple(zip(*rows, strict=True)), device).unbind()]
+
+
+@lru_cache(16)
+def _sent(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
+    """On the device; what was recorded in a graph is at the same addresses every time."""
+    packed = torch.tensor(numbers)
+    return (packed.pin_memory() if device.type == "cuda" else packed).to(device, non_blocking=True)
 
 
 def replay_delta(layers: Sequence[Replayed], rows: Sequence[ReplayedRow]) -> None:
