@@ -26,7 +26,7 @@ from bough.ops.triton.plan import Long
 EPS = tl.constexpr(1e-6)  # under the root of q's and k's length
 DIAGONAL = tl.constexpr(16)
 REGISTERS = 168  # of a thread: three programs of 128 threads then run beside each other
-SEGMENT = 128  # chunks of a single row, whose states are carried while the next ones are solved
+SEGMENT = 64  # chunks of a single row, whose states are carried while the next ones are solved
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -178,7 +178,9 @@ def advance_long(
         assert each.stride(2) == 1 and each.stride(1) == each.shape[2]
     assert states.stride()[1:] == (k.shape[2] * v.shape[2], v.shape[2], 1) and out.is_contiguous()
     chunks = len(long.chunk_start)
-    solved, step = room(k, g, chunks), SEGMENT if len(long.read) == 1 else chunks
+    solved, step = room(k, g, chunks), chunks
+    if len(long.read) == 1:
+        step = SEGMENT if chunks <= 4 * SEGMENT else 2 * SEGMENT  # of many, or launching them takes longer than they do
     segments = [(first, min(first + step, chunks)) for first in range(0, chunks, step)]
     if len(segments) == 1 or not k.is_cuda:
         for segment in segments:
