@@ -97,8 +97,10 @@ class Pair:
                     step.recordings[key].inputs = recording.inputs
                 return hidden[: step.rows.total], logits[: step.rows.total]
 
-            monkeypatch.setattr(Graphs, "takes", lambda self, step: self is graphs)
-            monkeypatch.setattr(Graphs, "__call__", lambda self, step: interpreted(step))
+            compute = Graphs.__call__
+            monkeypatch.setattr(
+                Graphs, "__call__", lambda self, step: interpreted(step) if self is graphs else compute(self, step)
+            )
         return self.fast
 
 
@@ -133,6 +135,14 @@ def test_padded_steps_equal_the_readable_ones(family, tmp_path, monkeypatch):
             commit([(fast, kept)])
     pair.step([[3], [4], [5]], monkeypatch)
     pair.fast.pool.check()
+
+
+@pytest.mark.parametrize("family", [qwen3_5, gemma3])
+def test_readable_ops_refuse_what_only_kernels_can_read(family, tmp_path):
+    """What no kernel does must not be captured: it would read rows that are not there."""
+    runner = Pair(save(family(), tmp_path)).plain
+    with pytest.raises(RuntimeError, match="only be read by kernels"):
+        runner.graphs.compute(Fixed(runner.pool, 2, 1, 64).step(recorded=False), None)
 
 
 def test_buckets():

@@ -150,13 +150,13 @@ class MTPDrafter:
         """The head's rows of a step's tokens."""
         if self._reads is None:
             self._reads = Graphs(step.pool, self._head_alone, self.head.target.context)
-        return self._reads(step, hidden)[0] if self._reads.takes(step) else self.head(step, hidden)
+        return self._reads(step, hidden)[0]
 
     def _say(self, step: Step, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The same, and their logits."""
         if self._says is None:
             self._says = Graphs(step.pool, self._head_and_logits, self.head.target.context)
-        return self._says(step, hidden) if self._says.takes(step) else self._head_and_logits(step, hidden)
+        return self._says(step, hidden)
 
     def _head_alone(self, step: Step, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
         assert hidden is not None

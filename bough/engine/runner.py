@@ -52,7 +52,7 @@ class Runner:
                 step = replace(step, given=given)
             elif any(isinstance(draft, Tensor) for draft in drafts.values()):
                 step = replace(step, given=_with_drafts(step.tokens, ends, drafts))
-            if self.graphs.takes(step) and tuple(wanted) == step.rows.counts:
+            if tuple(wanted) == step.rows.counts and step.rows.are_short:
                 return self.graphs(step)
             hidden = self._hidden(step)
             places = [at for end, count in zip(ends, wanted, strict=True) for at in range(end - count, end)]

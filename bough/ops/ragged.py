@@ -86,6 +86,8 @@ class Pages:
 
     def span(self, row: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the row's tokens [start, end) in token order: [S, H, dim]."""
+        if self.spans is not None:
+            raise RuntimeError("rows whose numbers are on a device alone can only be read by kernels there")
         size, base = self.k.shape[1], self.offset[row]
         assert start // size + base >= 0, f"token {start} is out of reach"
         pages = self.table[base + start // size : base - (-end // size)]
@@ -141,6 +143,8 @@ class Slots:
 
     def before(self, row: int) -> torch.Tensor:
         """What the row starts from. Zeros are made in the slot that it writes, when its turn comes."""
+        if self.short is not None:
+            raise RuntimeError("rows whose numbers are on a device alone can only be read by kernels there")
         if row in self.fresh:
             return self.data[self.write[row]].zero_()
         return self.data[self.read[row]]

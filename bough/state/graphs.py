@@ -4,6 +4,7 @@ A decode step is a few hundred small kernels, and to launch them one by one take
 to run them. Rows are padded to a bucket, tokens to what the longest row has; what is padded goes to scratch.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from bough.state.step import Recordings, Step
 MOST = 256  # rows
 Compute = Callable[[Step, Tensor | None], tuple[Tensor, Tensor]]  # of a step, and rows that come with its tokens
 
+log = logging.getLogger("bough")
+
 
 @dataclass(frozen=True, slots=True)
 class Captured:
@@ -33,30 +36,21 @@ class Captured:
 
 
 class Graphs:
-    """What one forward computes, for steps of short rows. Logits and what is recorded hold until the next call."""
+    """What one forward computes: steps of short rows by graphs, others plainly.
+
+    Logits, and what is recorded, hold until the next call.
+    """
 
     def __init__(self, pool: Pool, compute: Compute, context: int) -> None:
         self.pool, self.compute, self.context = pool, compute, context
-        self._captured: dict[tuple[int, int, bool], Captured] = {}
+        self._captured: dict[tuple[int, int, bool], Captured | None] = {}
         self._memory = torch.cuda.graph_pool_handle() if pool.device.type == "cuda" else None
-
-    def takes(self, step: Step) -> bool:
-        """Whether a step can be done so."""
-        counts = step.rows.counts
-        return (
-            self._memory is not None
-            and 0 < len(counts) <= MOST
-            and 0 < max(counts) <= FEW
-            and not any(step.rows.cuts)
-            and step.masks is None
-        )
 
     def __call__(self, step: Step, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The hidden rows and the logits of all its tokens."""
-        shape = (bucket(len(step.rows.counts)), max(step.rows.counts), step.recordings is not None)
-        captured = self._captured.get(shape)
+        captured = self._captured_for(step, rows) if self._takes(step) else None
         if captured is None:
-            captured = self._captured[shape] = self._capture(*shape, like=rows)
+            return self.compute(step, rows)
         captured.fixed.fill(step)
         total = step.rows.total
         if captured.rows is not None and rows is not None:
@@ -66,6 +60,27 @@ class Graphs:
             for key, recording in captured.recordings.items():
                 step.recordings[key].inputs = recording.inputs
         return captured.hidden[:total].clone(), captured.logits[:total]
+
+    def _takes(self, step: Step) -> bool:
+        counts = step.rows.counts
+        return (
+            self._memory is not None
+            and 0 < len(counts) <= MOST
+            and 0 < max(counts) <= FEW
+            and not any(step.rows.cuts)
+            and step.masks is None
+        )
+
+    def _captured_for(self, step: Step, rows: Tensor | None) -> Captured | None:
+        """The graph for a step's shape; None where there is no memory for it, or a model waits for the device."""
+        shape = (bucket(len(step.rows.counts)), max(step.rows.counts), step.recordings is not None)
+        if shape not in self._captured:
+            try:
+                self._captured[shape] = self._capture(*shape, like=rows)
+            except RuntimeError as error:
+                log.warning("steps of %d rows are not captured, and take longer (%s)", shape[0], error)
+                self._captured[shape] = None
+        return self._captured[shape]
 
     def _capture(self, rows: int, each: int, recorded: bool, like: Tensor | None) -> Captured:
         fixed = Fixed(self.pool, rows, each, self.context)
