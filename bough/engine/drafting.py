@@ -185,9 +185,10 @@ class Drafting:
 
         return self._guarded(propose) or {}
 
-    def drafts_for(self, sequence: Running) -> bool:
-        """Whether it has anything to do with a sequence."""
-        return sequence in self._sides
+    def rests(self, sequences: Sequence[Running], rows: int) -> bool:
+        """Whether it has nothing to say about these now, and can be told of their next tokens later."""
+        known = [sequence for sequence in sequences if sequence in self._sides]
+        return not known or (isinstance(self.drafter, NGram) and not self.drafts(known, rows))
 
     def grew(self, sequence: Running, hidden: Tensor) -> None:
         """The target has read tokens, whose hidden rows these are, and the text may have grown past them."""
@@ -224,8 +225,9 @@ class Drafting:
         grown, told = [], list[tuple[Side, int, bool]]()
         for sequence in sequences:
             side = self._sides[sequence]
-            known = sequence.computed + 1  # the token after the last one read; without it that one's row has no pair
-            if side.told < known <= len(sequence.tokens):
+            # Up to the token after the last one read, without which that one's row has no pair; or as far as one knows.
+            known = min(sequence.computed + 1, len(sequence.tokens))
+            if side.told < known:
                 level = side.state is not None or known <= side.told + PIECE  # a long text is told little by little
                 upto = known if level else side.told + PIECE
                 rows = torch.cat(side.rows) if level and side.rows else None

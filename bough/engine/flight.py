@@ -6,6 +6,7 @@ is at work on that step: neither waits for the other. A sequence that turns out 
 step to nobody; its state holds one token more, the last one of its text.
 """
 
+import time
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ class Flight:
 
     sequences: list[Sequence]
     drawn: Drawing
+    began: float  # seconds, by the clock for intervals
 
     def going_on(self) -> list[int]:
         """The rows whose sequences will take one more token after the one that is on its way, as far as one knows."""
@@ -46,8 +48,8 @@ def can_fly(sequence: Sequence) -> bool:
 
 def launch(runner: Runner, sequences: list[Sequence], chosen: Tensor | None = None) -> Flight:
     """Feed each sequence its last token; or the one just `chosen` on the device, which it has yet to be told of."""
-    depth = 0 if chosen is None else 1
+    began, depth = time.perf_counter(), 0 if chosen is None else 1
     fed: Many[list[int]] = [[0] if depth else sequence.tokens[-1:] for sequence in sequences]
     batch = [(sequence.state, tokens) for sequence, tokens in zip(sequences, fed, strict=True) if sequence.state]
     _, logits = runner.forward(batch, [1] * len(batch), given=chosen)
-    return Flight(sequences, drawing(logits, [sequence.sampling_at(depth) for sequence in sequences]))
+    return Flight(sequences, drawing(logits, [sequence.sampling_at(depth) for sequence in sequences]), began)

@@ -47,6 +47,7 @@ class Loop:
         self._short_of_memory = False  # too short to draft
         self.flies = runner.pool.device.type == "cuda"  # whether there is somebody who could wait for the host
         self._flight: Flight | None = None  # the step whose tokens are yet to be read
+        self._landed = 0.0  # when one was read last
         self._steps = self._submitted = self._received = 0
         self._closed = False
         self._gate = threading.Lock()  # nothing is put into the inbox after the order to close
@@ -176,7 +177,7 @@ class Loop:
         writing = [
             s for s in choosing if s.pending == 1 and _state(s).known == s.computed and len(s.tokens) not in s.cuts
         ]
-        if self.flies and len(writing) == len(rows) and all(map(self._can_fly, writing)):
+        if len(writing) == len(rows) and self._can_fly(writing):
             self._fence()
             self._flight = launch(self.runner, writing)
             return
@@ -197,31 +198,35 @@ class Loop:
         for sequence, reason in ended.items():
             self._end(sequence, reason)
 
-    def _can_fly(self, sequence: Sequence) -> bool:
-        return can_fly(sequence) and not self.drafting.drafts_for(sequence)
+    def _can_fly(self, sequences: list[Sequence]) -> bool:
+        return self.flies and all(map(can_fly, sequences)) and self.drafting.rests(sequences, len(sequences))
 
     def _land(self, flight: Flight) -> None:
         """Read the tokens of a step, after the next one is under way if that needs nothing but these."""
         self._flight, failure = None, None
         going_on = flight.going_on()
-        if going_on and set(self._running) <= set(flight.sequences):
-            chosen = flight.drawn.ids if len(going_on) == len(flight.sequences) else flight.drawn.ids[going_on]
+        others = [flight.sequences[row] for row in going_on]
+        if others and set(self._running) <= set(flight.sequences) and self._can_fly(others):
+            chosen = flight.drawn.ids if len(others) == len(flight.sequences) else flight.drawn.ids[going_on]
             try:
                 self._fence()
-                self._flight = launch(self.runner, [flight.sequences[row] for row in going_on], chosen)
+                self._flight = launch(self.runner, others, chosen)
             except PoolFull:
                 pass  # there will be room, or somebody gives some up, when it is planned for
             except Exception as error:  # noqa: BLE001 (as in a step)
                 failure = error
-        sampled, going = flight.drawn.result(), {flight.sequences[row] for row in going_on}
+        sampled = flight.drawn.result()
+        now = time.perf_counter()
+        seconds, self._landed = now - max(flight.began, self._landed), now
         for row, sequence in enumerate(flight.sequences):
             if sequence.handle.done:
                 continue
+            self.drafting.learn(sequence, 0, 0, seconds, len(flight.sequences))
             if row in sampled.bad:
                 self._fail([sequence], BadLogits([row]))
             elif reason := sequence.append(sampled.tokens[row], sampled.logprobs[row]):
                 self._end(sequence, reason)
-            elif failure is not None and sequence in going:
+            elif failure is not None and sequence in others:
                 self._fail([sequence], failure)
 
     def _fence(self) -> None:
