@@ -155,6 +155,18 @@ def test_recorded_rows_write_no_state():
 
 
 @kernels
+@pytest.mark.parametrize("rows", [SHORT, LONG])
+def test_carry(rows):
+    x, data, count = torch.randn(rows.total, 11).to(DEVICE), pool(20, 2, 11), len(rows.counts)
+    read, write = tuple(range(1, 1 + count)), (1, *range(8, 7 + count))
+    cut = ((14, 15, 16), (), (18,), (), (19,)) if rows.cuts else ()
+    expected = data.cpu()
+    ops.carry(x.cpu(), rows, stored=Slots(expected, read, write, cut))
+    twin.carry(x, rows, stored=Slots(data, read, write, cut))
+    assert torch.equal(data.cpu(), expected)
+
+
+@kernels
 def test_gates():
     both = torch.randn(37, 12).to(DEVICE)
     a, b = both[:, 1:6] * 20, both[:, 7:]

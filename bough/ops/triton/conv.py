@@ -51,6 +51,19 @@ def _filtered(
 
 
 @triton.jit
+def _put_tail(
+    x, tails, source, target, slot_stride, tail_stride, x_stride, start, count, channel, inside, keep: tl.constexpr
+):  # fmt: skip
+    """The tail after a row's first `count` tokens goes to slot `target`, if that is one."""
+    if target >= 0:
+        for i in tl.static_range(keep):  # what is written here is not read again
+            value = _input(
+                x, tails, source, slot_stride, tail_stride, x_stride, start, count + i, channel, inside, keep
+            )
+            tl.store(tails + target * slot_stride + i * tail_stride + channel, value, mask=inside)
+
+
+@triton.jit
 def _short_rows(
     x, y, tails, taps, bias, starts, counts, reads, writes, x_stride, y_stride, slot_stride, tail_stride, channels,
     kernel: tl.constexpr, biased: tl.constexpr, silu: tl.constexpr, block: tl.constexpr,
@@ -66,12 +79,7 @@ def _short_rows(
             kernel, biased, silu,
         )  # fmt: skip
         tl.store(y + (start + t) * y_stride + channel, out, mask=inside)
-    if target >= 0:
-        for i in tl.static_range(kernel - 1):  # what is written here is not read again
-            value = _input(
-                x, tails, source, slot_stride, tail_stride, x_stride, start, count + i, channel, inside, kernel - 1
-            )
-            tl.store(tails + target * slot_stride + i * tail_stride + channel, value, mask=inside)
+    _put_tail(x, tails, source, target, slot_stride, tail_stride, x_stride, start, count, channel, inside, kernel - 1)
 
 
 @triton.jit
@@ -84,12 +92,7 @@ def _short_tails(
     inside = channel < channels
     start, count = tl.load(starts + row).to(tl.int64), tl.load(counts + row)
     source, target = tl.load(reads + row).to(tl.int64), tl.load(writes + row).to(tl.int64)
-    if target >= 0:
-        for i in tl.static_range(keep):
-            value = _input(
-                x, tails, source, slot_stride, tail_stride, x_stride, start, count + i, channel, inside, keep
-            )
-            tl.store(tails + target * slot_stride + i * tail_stride + channel, value, mask=inside)
+    _put_tail(x, tails, source, target, slot_stride, tail_stride, x_stride, start, count, channel, inside, keep)
 
 
 @triton.jit
@@ -131,12 +134,9 @@ def _long_tails(
     for piece in range(first, tl.load(pieces + row + 1)):
         count = tl.load(piece_end + piece) - start
         target = tl.load(slots + piece).to(tl.int64)
-        if target >= 0:
-            for i in tl.static_range(kernel - 1):
-                value = _input(
-                    x, tails, source, slot_stride, tail_stride, x_stride, start, count + i, channel, inside, kernel - 1
-                )
-                tl.store(tails + target * slot_stride + i * tail_stride + channel, value, mask=inside)
+        _put_tail(
+            x, tails, source, target, slot_stride, tail_stride, x_stride, start, count, channel, inside, kernel - 1
+        )
 
 
 def causal_conv(

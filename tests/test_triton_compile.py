@@ -1,0 +1,128 @@
+"""Every kernel is compiled for a GPU, which needs none: the interpreter takes what the compiler does not.
+
+Steps of tiny models in bfloat16 launch kernels as they would on a device; what is launched is compiled, and not run.
+"""
+
+import pytest
+import torch
+from parity import save
+from test_fixed import SHAPE, by_kernels
+from test_triton import INSTALLED, INTERPRETED
+
+from bough import ops
+from bough.models.load import load_model
+from bough.models.rounding import quantised
+from bough.ops.quant import chunks
+from bough.ops.ragged import ReplayedRow
+from bough.state.fixed import Fixed
+from bough.state.layout import Layout
+from bough.state.pool import Pool
+from bough.state.step import Step
+
+pytestmark = pytest.mark.skipif(not INSTALLED or INTERPRETED, reason="needs triton, and not its interpreter")
+WIDE = {**SHAPE, "hidden_size": 128, "head_dim": 64, "intermediate_size": 256}
+LINEAR = {"num_key_heads": 1, "num_value_heads": 2, "key_head_dim": 64, "value_head_dim": 64}
+LINEAR = {f"linear_{name}": value for name, value in LINEAR.items()}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+class Device:
+    """What Triton asks of a device when it compiles for one."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path_factory):
+    """The names of the kernels that were launched."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    names, run = set(), JITFunction.run
+
+    def compile_alone(self, *given, warmup, **options):
+        names.add(f"{self.module.removeprefix('bough.ops.triton.')}.{self.__name__}")
+        return run(self, *given, warmup=True, **options)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+    monkeypatch.setattr(JITFunction, "run", compile_alone)
+    monkeypatch.setattr(driver, "_active", Device())
+    with by_kernels():
+        yield names
+
+
+def qwen3_next():
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    shared = {"shared_expert_intermediate_size": 64}
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**WIDE, **LINEAR, **EXPERTS, **shared, num_hidden_layers=4))
+
+
+def gemma3():
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    types = ["sliding_attention", "full_attention"]
+    options = {"num_hidden_layers": 2, "layer_types": types, "sliding_window": 64, "attn_logit_softcapping": 30.0}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**WIDE, **options))
+
+
+def lfm2():
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    shape = {name: value for name, value in WIDE.items() if name != "head_dim"}
+    return Lfm2ForCausalLM(Lfm2Config(**shape, num_hidden_layers=2, layer_types=["conv", "full_attention"]))
+
+
+@pytest.mark.parametrize("family", [qwen3_next, gemma3, lfm2])
+@torch.inference_mode()
+def test_steps_of_all_shapes(family, tmp_path, compiled, monkeypatch):
+    monkeypatch.setattr("bough.ops.triton.prefill._processors", lambda device: 64)
+    model = load_model(save(family(), tmp_path), dtype="bfloat16")
+    layout = Layout.of(model.kinds, page_tokens=16, dtype=model.dtype)
+    pool = Pool(layout, 80 * layout.slab_bytes, max_running=8)
+    model(Step.rehearsal(pool, (100, 2), (30, 5)))
+    for rows, each, recorded in ((1, 1, False), (4, 2, True)):
+        step = Fixed(pool, rows, each, 256).step(recorded=recorded)
+        hidden = model(step)
+        model.logits(hidden)
+    for (layer, part), recording in (step.recordings or {}).items():
+        data, field = pool.part(layer, part), pool.stores[pool.slot_store].unit.fields[layer, part]
+        field.part.replay([(data, recording.inputs)], [ReplayedRow(1, 0, 1)])
+        if part == "conv":
+            ops.carry(recording.inputs[0], step.rows, stored=step.slots(layer, part))
+    expected = {
+        "prefill._join",
+        "attention._spans",
+        "attention._join",
+        "prefill._blocks",
+        "norm._norm_after",
+        "heads._place_heads",
+    }
+    assert expected <= compiled and ("delta._short_rows" in compiled) == (family is qwen3_next)
+
+
+def test_experts(compiled):
+    gate_up, down = (torch.zeros(4, *shape, dtype=torch.bfloat16) for shape in ((128, 64), (64, 64)))
+    for tokens in (1, 40, 700):
+        x, share = torch.zeros(tokens, 64, dtype=torch.bfloat16), torch.ones(tokens, 2, dtype=torch.bfloat16)
+        chosen = torch.zeros(tokens, 2, dtype=torch.int64)
+        ops.experts(x, share, chosen, gate_up, down, torch.nn.functional.silu)
+    assert {"experts._few", "experts._gate_up", "experts._down"} <= compiled
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_products_with_quantised_weights(bits, compiled):
+    made = chunks(quantised(torch.randn(128, 1024), bits))
+    for rows in (1, 9):
+        made.product(torch.randn(rows, 1024, dtype=torch.bfloat16))
+    made.expanded()
+    assert {"quant._vectors", "quant._product", "quant._sum", "quant._expand"} <= compiled
