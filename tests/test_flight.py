@@ -5,6 +5,7 @@ this is also where every family is compared between the two. Elsewhere both run 
 """
 
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +19,7 @@ from bough import CacheConfig, Engine, SamplingParams
 from bough.draft.mtp import MTPDrafter, MTPHead
 from bough.engine import flight
 from bough.engine.load import Loaded, load
+from bough.engine.sequence import Sequence
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -115,3 +117,30 @@ def test_whoever_leaves_while_a_step_is_under_way_changes_nothing_for_others(fam
         again = made.generate(prompts[1], params)
         assert again.tokens == expected[1] and again.usage.cached_tokens >= 19
         made._runner.pool.check()
+
+
+def test_a_fault_while_tokens_are_read_ends_one_request_alone(monkeypatch):
+    append, (first, second) = Sequence.append, [random_tokens(VOCABULARY, 9, seed=at) for at in (1, 2)]
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+
+    def faulty(self, token, logprobs, **options):
+        if self.request.params.seed == 13 and len(self.written) == 5:
+            raise ValueError("broken")
+        return append(self, token, logprobs, **options)
+
+    with engine("qwen3_5", ahead=True) as made:
+        expected = made.generate(second, params).tokens
+        monkeypatch.setattr(Sequence, "append", faulty)
+        bad, good = made.submit(first, replace(params, seed=13)), made.submit(second, params)
+        with pytest.raises(ValueError, match="broken"):
+            bad.result()
+        assert good.result().tokens == made.generate(second, params).tokens == expected
+        made._runner.pool.check()
+
+
+def test_the_last_token_of_a_prompt_is_read_by_a_plain_step():
+    """What is learnt of a prompt, and told of it, is when it has been read."""
+    with engine("llama", ahead=True) as made:
+        for prompt in ([5], [5, 6], [5, 6, 7]):
+            handle = made.submit(prompt, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+            assert len(handle.result().tokens) == 4 and handle.prefilled == len(prompt)

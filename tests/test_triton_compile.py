@@ -3,6 +3,8 @@
 Steps of tiny models in bfloat16 launch kernels as they would on a device; what is launched is compiled, and not run.
 """
 
+import sys
+
 import pytest
 import torch
 from parity import save
@@ -13,7 +15,7 @@ from bough import ops
 from bough.models.load import load_model
 from bough.models.rounding import quantised
 from bough.ops.quant import chunks
-from bough.ops.ragged import ReplayedRow
+from bough.ops.ragged import Pages, ReplayedRow, Rows, Slots
 from bough.state.fixed import Fixed
 from bough.state.layout import Layout
 from bough.state.pool import Pool
@@ -41,17 +43,22 @@ class Device:
         return 0
 
 
+HOPPER, ADA = 232_448, 101_376  # bytes that the threads of a program share
+
+
 @pytest.fixture
 def compiled(monkeypatch, tmp_path_factory):
-    """The names of the kernels that were launched."""
+    """The kernels that were launched, and the most that one of each kind shares."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    names, run = set(), JITFunction.run
+    names, run = {}, JITFunction.run
 
     def compile_alone(self, *given, warmup, **options):
-        names.add(f"{self.module.removeprefix('bough.ops.triton.')}.{self.__name__}")
-        return run(self, *given, warmup=True, **options)
+        made = run(self, *given, warmup=True, **options)
+        name = f"{self.module.removeprefix('bough.ops.triton.')}.{self.__name__}"
+        names[name] = max(made.metadata.shared, names.get(name, 0))
+        return made
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
     monkeypatch.setattr(JITFunction, "run", compile_alone)
@@ -107,16 +114,7 @@ def test_steps_of_all_shapes(family, tmp_path, compiled, monkeypatch):
         "norm._norm_after",
         "heads._place_heads",
     }
-    assert expected <= compiled and ("delta._short_rows" in compiled) == (family is qwen3_next)
-
-
-def test_experts(compiled):
-    gate_up, down = (torch.zeros(4, *shape, dtype=torch.bfloat16) for shape in ((128, 64), (64, 64)))
-    for tokens in (1, 40, 700):
-        x, share = torch.zeros(tokens, 64, dtype=torch.bfloat16), torch.ones(tokens, 2, dtype=torch.bfloat16)
-        chosen = torch.zeros(tokens, 2, dtype=torch.int64)
-        ops.experts(x, share, chosen, gate_up, down, torch.nn.functional.silu)
-    assert {"experts._few", "experts._gate_up", "experts._down"} <= compiled
+    assert expected <= set(compiled) and ("delta._short_rows" in compiled) == (family is qwen3_next)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -125,4 +123,45 @@ def test_products_with_quantised_weights(bits, compiled):
     for rows in (1, 9):
         made.product(torch.randn(rows, 1024, dtype=torch.bfloat16))
     made.expanded()
-    assert {"quant._vectors", "quant._product", "quant._sum", "quant._expand"} <= compiled
+    assert {"quant._vectors", "quant._product", "quant._sum", "quant._expand"} <= set(compiled)
+
+
+def sharing(monkeypatch, shared: int) -> None:
+    """As if the threads of a program could share so many bytes."""
+    for module in ("attention", "prefill", "chunks", "experts"):
+        monkeypatch.setattr(sys.modules[f"bough.ops.triton.{module}"], "shared_bytes", lambda device: shared)
+
+
+@pytest.mark.parametrize("shared", [HOPPER, ADA])
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 128), (torch.float32, 128)])
+def test_the_delta_rule_and_experts_fit(dtype, width, shared, compiled, monkeypatch):
+    sharing(monkeypatch, shared)
+    q, v, g = torch.zeros(200, 1, width, dtype=dtype), torch.zeros(200, 2, 128, dtype=dtype), torch.zeros(200, 2)
+    states = Slots(torch.zeros(2, 2, width, 128), (0,), (1,))
+    ops.gated_delta(q, q, v, g, g, Rows((200,), (1,)), stored=states)
+    gate_up, down = torch.zeros(2, 256, 256, dtype=dtype), torch.zeros(2, 256, 128, dtype=dtype)
+    for tokens in (1, 40, 700):
+        share, chosen = torch.ones(tokens, 2, dtype=dtype), torch.zeros(tokens, 2, dtype=torch.int64)
+        x = torch.zeros(tokens, 256, dtype=dtype)
+        ops.experts(x, share, chosen, gate_up, down, torch.nn.functional.silu)
+    assert {"chunks._pass", "chunks._systems", "experts._down"} <= set(compiled) and max(compiled.values()) <= shared
+
+
+@pytest.mark.parametrize("shared", [HOPPER, ADA])
+@pytest.mark.parametrize(
+    ("dtype", "width", "group", "tokens"),
+    [
+        (torch.bfloat16, 512, 8, 9),
+        (torch.bfloat16, 256, 16, 9),
+        (torch.bfloat16, 128, 32, 9),
+        (torch.float32, 512, 8, 9),
+        (torch.bfloat16, 64, 1, 1),
+    ],
+)
+def test_attention_fits_whatever_the_heads_are(dtype, width, group, tokens, shared, compiled, monkeypatch):
+    sharing(monkeypatch, shared)
+    k = torch.zeros(20, 16, 1, width, dtype=dtype)
+    pages = Pages(k, k, torch.arange(20, dtype=torch.int32), (0, 10), *[torch.zeros(0, dtype=torch.int32)] * 2)
+    q = torch.zeros(tokens + 40, group, width, dtype=dtype)
+    ops.attention(q, Rows((tokens, 40), (100, 100)), scale=1.0, stored=pages)
+    assert {"attention._spans", "prefill._blocks"} <= set(compiled) and max(compiled.values()) <= shared

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bough.cache.prefix_cache import PrefixCache
 from bough.draft import Draft, Drafter, Grown, Wanted
+from bough.draft.assistant import AssistantDrafter
 from bough.draft.depth import Depth, RequestDepth
 from bough.draft.ngram import NGram
 from bough.engine.runner import Runner
@@ -278,7 +279,7 @@ class Drafting:
         if self.cache is not None:
             self.cache.tiers.lane.fence()
         try:
-            if self.drafter.kinds or isinstance(self.drafter, NGram):  # our own, and its work is bounded
+            if self.drafter.kinds or isinstance(self.drafter, NGram | AssistantDrafter):  # our own, and bounded
                 return ask(self.drafter)
             drafter = self.drafter
             return self._aside.ask(lambda: ask(drafter))

@@ -299,4 +299,6 @@ def _device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise OptionError(f"device {name!r} cannot be used ({str(error).splitlines()[0]}); try cpu") from None
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # where kernels are launched
     return device

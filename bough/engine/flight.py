@@ -41,7 +41,7 @@ def can_fly(sequence: Sequence) -> bool:
         sequence.matcher is None
         and sequence.counts is None
         and state is not None
-        and state.known == state.length
+        and state.known == state.length >= len(sequence.request.prompt)
         and not any(at > state.length for at in sequence.cuts)
     )
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from bough.cache.prefix_cache import PrefixCache
@@ -20,6 +21,7 @@ from bough.engine.drafting import Drafting
 from bough.engine.flight import Flight, can_fly, launch
 from bough.engine.request import Handle
 from bough.engine.runner import Runner
+from bough.engine.sampler import Sampled
 from bough.engine.scheduler import plan
 from bough.engine.sequence import Sequence
 from bough.engine.verify import verify
@@ -95,6 +97,8 @@ class Loop:
         self._thread.join()
 
     def _work(self) -> None:
+        if self.runner.pool.device.type == "cuda":
+            torch.cuda.set_device(self.runner.pool.device)  # where kernels are launched
         try:
             while self._receive():
                 self.cache.tiers.settle()
@@ -215,19 +219,29 @@ class Loop:
                 pass  # there will be room, or somebody gives some up, when it is planned for
             except Exception as error:  # noqa: BLE001 (as in a step)
                 failure = error
-        sampled = flight.drawn.result()
+        try:
+            sampled = flight.drawn.result()
+        except Exception as error:  # noqa: BLE001
+            self._fail([each for each in flight.sequences if not each.handle.done], error)
+            return
         now = time.perf_counter()
         seconds, self._landed = now - max(flight.began, self._landed), now
         for row, sequence in enumerate(flight.sequences):
-            if sequence.handle.done:
-                continue
-            self.drafting.learn(sequence, 0, 0, seconds, len(flight.sequences))
-            if row in sampled.bad:
-                self._fail([sequence], BadLogits([row]))
-            elif reason := sequence.append(sampled.tokens[row], sampled.logprobs[row]):
-                self._end(sequence, reason)
-            elif failure is not None and sequence in others:
+            if not sequence.handle.done:
+                self.drafting.learn(sequence, 0, 0, seconds, len(flight.sequences))
+                try:
+                    self._take(sequence, row, sampled)
+                except Exception as error:  # noqa: BLE001
+                    self._fail([sequence], error)
+            if failure is not None and not sequence.handle.done and _state(sequence).condition != "ready":
                 self._fail([sequence], failure)
+
+    def _take(self, sequence: Sequence, row: int, sampled: Sampled) -> None:
+        """Let a sequence take what was drawn for it."""
+        if row in sampled.bad:
+            self._fail([sequence], BadLogits([row]))
+        elif reason := sequence.append(sampled.tokens[row], sampled.logprobs[row]):
+            self._end(sequence, reason)
 
     def _fence(self) -> None:
         self.cache.tiers.lane.fence()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bough.ops.ragged import Recording, Rows, ShortRows, Spans
-from bough.ops.spans import divided, most_spans, programs
+from bough.ops.spans import FEW, divided, most_spans, programs
 from bough.state.kinds import PageKind
 from bough.state.pool import Pool
 from bough.state.step import HostNumbers, PageTable, Step
@@ -34,7 +34,7 @@ class Fixed:
         for name, size in self._sizes():
             end = self._end
             self._at[name] = slice(end, end + size)
-        pages = len(pool.page_stores) * rows * (-(-context // pool.layout.page_tokens) + 1)
+        pages = len(pool.page_stores) * rows * (-(-(context + FEW) // pool.layout.page_tokens) + 1)  # drafts go past it
         self._blank = self._without_rows()
         self._numbers = torch.zeros(self._end + pages, dtype=torch.int32, device=pool.device)
         self._numbers[: self._end] = torch.from_numpy(self._blank)

@@ -18,6 +18,8 @@ from bough.state.pool import Pool
 from bough.state.step import Recordings, Step
 
 MOST = 256  # rows
+EACH = (1, 2, 3, 5, FEW)  # tokens of a row that steps are captured for
+LEFT = 1 << 30  # bytes that are left to what is not captured
 Compute = Callable[[Step, Tensor | None], tuple[Tensor, Tensor]]  # of a step, and rows that come with its tokens
 
 log = logging.getLogger("bough")
@@ -73,13 +75,17 @@ class Graphs:
 
     def _captured_for(self, step: Step, rows: Tensor | None) -> Captured | None:
         """The graph for a step's shape; None where there is no memory for it, or a model waits for the device."""
-        shape = (bucket(len(step.rows.counts)), max(step.rows.counts), step.recordings is not None)
+        each = next(each for each in EACH if each >= max(step.rows.counts))
+        shape = (bucket(len(step.rows.counts)), each, step.recordings is not None)
         if shape not in self._captured:
+            self._captured[shape] = None
+            if torch.cuda.mem_get_info(self.pool.device)[0] < LEFT:
+                log.warning("steps of %d rows are not captured, and take longer: memory is short", shape[0])
+                return None
             try:
                 self._captured[shape] = self._capture(*shape, like=rows)
-            except RuntimeError as error:
+            except Exception as error:  # noqa: BLE001 (whatever it is, the step is computed plainly, or fails there)
                 log.warning("steps of %d rows are not captured, and take longer (%s)", shape[0], error)
-                self._captured[shape] = None
         return self._captured[shape]
 
     def _capture(self, rows: int, each: int, recorded: bool, like: Tensor | None) -> Captured:

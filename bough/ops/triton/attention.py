@@ -14,12 +14,13 @@ from torch import Tensor
 
 from bough.ops.ragged import Pages, Rows, Spans
 from bough.ops.spans import FEW, divided, programs
-from bough.ops.triton.plan import on_device
+from bough.ops.triton.plan import on_device, shared_bytes
 from bough.ops.triton.prefill import attention_long
 
 LOG2E = tl.constexpr(1.4426950408889634)
 STAGES = 3
-TILE = 65536  # bytes of keys and values that are read at a time: a processor holds two such tiles on their way
+CARRIED = 32768  # numbers that a program carries; half of them in float32, whose products take more registers
+ASIDE = 8192  # bytes of shared memory that are left for the rest
 
 
 @triton.jit(do_not_specialize=["window", "most"])
@@ -32,7 +33,7 @@ def _spans(
     windowed: tl.constexpr, capped: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
     kv_head, here = tl.program_id(0), tl.program_id(1)
-    row = tl.load(row_of_span + here)
+    row, m = tl.load(row_of_span + here), tl.program_id(2) * block_m + tl.arange(0, block_m)  # queries, by their heads
     if row < 0:
         return
     start, count, before = tl.load(starts + row), tl.load(counts + row), tl.load(history + row)
@@ -40,7 +41,7 @@ def _spans(
     low = tl.maximum(before - window + 1, 0) if windowed else 0
     begin = low + (here - tl.load(firsts + row)) * size
     end = tl.minimum(begin + size, before + count)
-    m, ks, vs = tl.arange(0, block_m), tl.arange(0, block_k), tl.arange(0, block_v)
+    ks, vs = tl.arange(0, block_k), tl.arange(0, block_v)
     place, present = before + m // group, m // group < count  # of each query
     entry = (start + m // group).to(tl.int64) * heads + kv_head * group + m % group
     at = (start + m // group).to(tl.int64) * q_token + (kv_head * group + m % group) * q_head
@@ -87,7 +88,7 @@ def _join(
     parts, weights, out, row_of, starts, firsts, used, most,
     heads: tl.constexpr, dv: tl.constexpr, block_s: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(1), tl.program_id(0)
+    token, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(row_of + token)
     if row < 0:
         return
@@ -146,27 +147,31 @@ def attention(
         return out
     parts = torch.empty(len(spans.row), most, heads, dv, device=q.device)
     weights = torch.empty(len(spans.row), most, heads, device=q.device)
-    block_m, block_k, block_v = (max(16, triton.next_power_of_2(width)) for width in (group * most, dk, dv))
-    _spans[kv_heads, len(spans.row)](
+    queries, block_k, block_v = (max(16, triton.next_power_of_2(width)) for width in (group * most, dk, dv))
+    shared = shared_bytes(q.device)
+    carried = CARRIED // (2 if q.dtype == torch.float32 else 1)
+    block_m = max(16, min(queries, carried // block_v, power_below(shared // (3 * block_k * q.dtype.itemsize))))
+    room = shared - ASIDE - block_m * block_k * q.dtype.itemsize
+    block_n = power_below(room // ((STAGES - 1) * (block_k + block_v) * k.dtype.itemsize))
+    _spans[kv_heads, len(spans.row), triton.cdiv(group * most, block_m)](
         q, k, v, out, parts, weights, stored.table, *spans[:8],
         *q.stride()[:2], *k.stride()[:3], *v.stride()[:3],
         scale, softcap or 0.0, window or 0, most,
         heads=heads, group=group, dk=dk, dv=dv, page_tokens=page_tokens,
-        block_m=block_m, block_n=_keys(block_k + block_v, k.dtype),
+        block_m=block_m, block_n=max(16, min(128, block_n)),
         block_k=block_k, block_v=block_v, windowed=window is not None, capped=softcap is not None,
         stages=STAGES, num_warps=_warps(block_m * block_v, k.dtype),
     )  # fmt: skip
-    _join[heads, total](
+    _join[total, heads](
         parts, weights, out, spans.row_of, spans.start, spans.first, spans.used, most,
         heads=heads, dv=dv, block_s=32, block_v=block_v,
     )  # fmt: skip
     return out
 
 
-def _keys(width: int, dtype: torch.dtype) -> int:
-    """How many keys are read at a time, of so many numbers with their values."""
-    fits = TILE // (width * dtype.itemsize)
-    return max(16, min(128, 1 << (fits.bit_length() - 1)))
+def power_below(number: int) -> int:
+    """The largest power of two that is not above."""
+    return 1 << max(0, number.bit_length() - 1)
 
 
 def _warps(carried: int, dtype: torch.dtype) -> int:

@@ -21,12 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.ops.triton.plan import Long
+from bough.ops.triton.plan import Long, shared_bytes
 
 EPS = tl.constexpr(1e-6)  # under the root of q's and k's length
 DIAGONAL = tl.constexpr(16)
 REGISTERS = 168  # of a thread: three programs of 128 threads then run beside each other
 SEGMENT = 64  # chunks of a single row, whose states are carried while the next ones are solved
+ASIDE = 12288  # bytes of shared memory that are left for the rest
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -232,10 +233,12 @@ def carry(v: Tensor, out: Tensor, states: Tensor, long: Long, solved: Solved, se
     exact = solved.units.dtype == torch.float32
     block_v = 16 if exact else max(16, min(64, triton.next_power_of_2(dv)))
     programs = heads * triton.cdiv(dv, block_v)
+    numbers = chunk * (2 * block_k + 2 * chunk + block_v)  # of one chunk on its way
+    fit = (shared_bytes(v.device) - ASIDE) // (numbers * solved.units.dtype.itemsize)
     _pass[programs, len(long.read)](
         solved.units, v, out, states, solved.systems, solved.factors,
         long.read, long.pieces, long.start, long.end, long.slot, long.first_chunk, *segment, states.stride(0),
         v_stride=v.stride(0), heads=heads, group=heads // k_heads, dk=dk, dv=dv, block_k=block_k, block_v=block_v,
-        chunk=chunk, stages=3 if block_k <= 128 else 2, num_warps=8 if exact else 4,
+        chunk=chunk, stages=max(1, min(3, fit)), num_warps=8 if exact else 4,
         maxnreg=255,  # or float32 is given 32, and waits for memory
     )  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bough.ops.activation import Activation
 from bough.ops.triton.activation import ACTIVATIONS, _activated
+from bough.ops.triton.plan import shared_bytes
 
 FEW = 1024  # pairs, up to which they are sorted by comparing each with all
 EACH = 32  # pairs that a program sorts
@@ -161,7 +162,8 @@ def experts(x: Tensor, share: Tensor, expert: Tensor, gate_up: Tensor, down: Ten
     tile = tiles(pairs, count, x.dtype)
     order, blocks = schedule(expert.flatten(), count, tile.pairs)
     shape = {"hidden": hidden, "width": width, "pairs": tile.pairs, "tile": tile.outputs, "span": tile.inputs}
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    fit = shared_bytes(x.device) // ((tile.pairs + tile.outputs) * tile.inputs * x.dtype.itemsize)
+    options = {"num_warps": tile.warps, "num_stages": max(1, min(tile.stages, fit))}
     inner, said = x.new_empty(pairs, width), x.new_empty(tokens, chosen, hidden)
     _gate_up[triton.cdiv(2 * width, tile.outputs), len(blocks)](
         x, gate_up, order, blocks, inner, chosen=chosen, activation=ACTIVATIONS[activation], **shape, **options

@@ -131,9 +131,13 @@ def _product(
             _put(sums, bias, output, out, first, row, rows, outputs, block, activation)
 
 
-@cache
 def _arrivals(device: torch.device) -> Tensor:
-    """How many parts of each tile have been written down: none, between launches. One stream at a time may use it."""
+    """How many parts of each tile have been written down: none, between launches. Each stream has its own."""
+    return _counters(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+
+
+@cache
+def _counters(device: torch.device, stream: int) -> Tensor:
     assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "a graph would keep what is shared"
     return torch.zeros(TILES, dtype=torch.int32, device=device)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
 from bough.ops.ragged import Rows, ShortRows, Slots
 
@@ -93,6 +94,15 @@ def _none(device: torch.device) -> Long:
 
 def _columns(table: Sequence[tuple[int, ...]], width: int) -> list[list[int]]:
     return [[entry[column] for entry in table] for column in range(width)]
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Memory that the threads of a program share, at the most; that of a Hopper where there is no device."""
+    if device.type != "cuda":
+        return 232_448
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def on_device(parts: list[list[int]], device: torch.device) -> list[Tensor]:

@@ -7,7 +7,7 @@ are shared out among several programs, and a second launch joins what they say. 
 serve as well are left to them.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bough.ops.ragged import Pages, Rows
-from bough.ops.triton.plan import on_device
+from bough.ops.triton.plan import on_device, shared_bytes
 
 LOG2E = 1.4426950408889634
 PACK = 16  # heads of a block, at most
@@ -32,6 +32,14 @@ class Tile(NamedTuple):
     keys: int
     warps: int
     stages: int  # three, to have the next keys on their way: their pages have to be looked up before
+
+
+TILES = {  # by the bytes of a number; products in float32 take many registers
+    2: (Tile(128, 64, 8, 3), Tile(64, 32, 8, 3), Tile(64, 32, 4, 2), Tile(32, 16, 4, 2)),
+    4: (Tile(32, 16, 8, 2), Tile(16, 16, 4, 2)),
+}
+CARRIED = 32768  # numbers that a program carries
+ASIDE = 8192  # bytes of shared memory that are left for the rest
 
 
 class Work(NamedTuple):
@@ -190,7 +198,7 @@ def attention_long(
     """What ops.attention gives for the rows `which`, over stored pages and without masks, into `out` [T, H, v_dim]."""
     own = tuple(row for row in which if not _by_library(q, rows, stored, row, window, softcap))
     if own:
-        tile = tile_of(max(q.shape[-1], out.shape[-1]), q.dtype)
+        tile = tile_of(max(q.shape[-1], out.shape[-1]), q.dtype, q.device)
         over_pages(q, rows, stored, own, out, tile, scale=scale, window=window, softcap=softcap)
     for row, start, end in rows:
         if row in which and row not in own:
@@ -202,8 +210,19 @@ def _by_library(q: Tensor, rows: Rows, stored: Pages, row: int, window: int | No
     """Whether a row is left to the library: one that it serves, and that is whole blocks after whole blocks."""
     count, keys = rows.counts[row], rows.history[row] + rows.counts[row]
     plain = softcap is None and (window is None or window >= keys) and stored.k.shape == stored.v.shape
-    served = q.is_cuda and q.dtype == torch.bfloat16 and q.shape[-1] <= 256
-    return plain and served and count % BLOCK == 0 and keys % BLOCK == 0
+    blocks = count % BLOCK == 0 and keys % BLOCK == 0 and q.is_cuda and q.dtype == torch.bfloat16
+    return plain and blocks and _has_library(q.device, q.shape[1], stored.k.shape[2], q.shape[2])
+
+
+@cache
+def _has_library(device: torch.device, heads: int, kv_heads: int, width: int) -> bool:
+    """Whether it does such heads on this device."""
+    q, k = (torch.zeros(16, n, width, dtype=torch.bfloat16, device=device) for n in (heads, kv_heads))
+    try:
+        _part(q, k, k, 1.0, causal=True)
+    except RuntimeError:
+        return False
+    return True
 
 
 def by_library(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -272,11 +291,17 @@ def over_pages(
         )  # fmt: skip
 
 
-def tile_of(width: int, dtype: torch.dtype) -> Tile:
-    """What fits a processor: the answers of a block in half of its registers, its queries and keys in shared memory."""
-    if dtype == torch.float32:  # whose products take many registers
-        return Tile(32, 16, 8, 2)
-    return Tile(128, 64, 8, 3) if width <= 256 else Tile(64, 32, 8, 3)
+def tile_of(width: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """The largest tile that fits: its answers in half of the registers, its queries and keys in shared memory."""
+    return next(
+        (tile for tile in TILES[dtype.itemsize] if _fits(tile, width, dtype, device)), TILES[dtype.itemsize][-1]
+    )
+
+
+def _fits(tile: Tile, width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    width = max(16, triton.next_power_of_2(width))
+    numbers = width * (tile.queries + 2 * (tile.stages - 1) * tile.keys)
+    return tile.queries * width <= CARRIED and numbers * dtype.itemsize + ASIDE <= shared_bytes(device)
 
 
 @lru_cache(8)
