@@ -226,9 +226,10 @@ class Drafting:
         grown, told = [], list[tuple[Side, int, bool]]()
         for sequence in sequences:
             side = self._sides[sequence]
-            # Up to the token after the last one read, without which that one's row has no pair; or as far as one knows.
-            known = min(sequence.computed + 1, len(sequence.tokens))
-            if side.told < known:
+            known = sequence.computed + 1  # the token after the last one read; without it that one's row has no pair
+            if isinstance(self.drafter, NGram):  # which takes no rows, and is told while a step is under way
+                known = min(known, len(sequence.tokens))
+            if side.told < known <= len(sequence.tokens):
                 level = side.state is not None or known <= side.told + PIECE  # a long text is told little by little
                 upto = known if level else side.told + PIECE
                 rows = torch.cat(side.rows) if level and side.rows else None
