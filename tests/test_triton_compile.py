@@ -92,7 +92,7 @@ def lfm2():
 @pytest.mark.parametrize("family", [qwen3_next, gemma3, lfm2])
 @torch.inference_mode()
 def test_steps_of_all_shapes(family, tmp_path, compiled, monkeypatch):
-    monkeypatch.setattr("bough.ops.triton.prefill._processors", lambda device: 64)
+    monkeypatch.setattr("bough.ops.triton.prefill.processors", lambda device: 64)
     model = load_model(save(family(), tmp_path), dtype="bfloat16")
     layout = Layout.of(model.kinds, page_tokens=16, dtype=model.dtype)
     pool = Pool(layout, 80 * layout.slab_bytes, max_running=8)

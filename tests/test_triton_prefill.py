@@ -75,7 +75,7 @@ def expected(q: Tensor, rows: Rows, pages: Pages, window: int | None, softcap: f
 )
 @pytest.mark.parametrize(("k_dim", "v_dim"), [(24, 40)] if DEVICE == "cpu" else [(64, 64), (96, 80), (192, 128)])
 def test_long_rows_over_pages(monkeypatch, window, softcap, group, dtype, processors, k_dim, v_dim):
-    monkeypatch.setattr(prefill, "_processors", lambda device: processors)
+    monkeypatch.setattr(prefill, "processors", lambda device: processors)
     prefill._work.cache_clear()
     pages = filled(ROWS, window, 2, k_dim, v_dim, dtype)
     q = torch.randn(ROWS.total, 2 * group, 2 * k_dim).to(DEVICE, dtype)[..., :k_dim]
@@ -90,7 +90,7 @@ def test_long_rows_over_pages(monkeypatch, window, softcap, group, dtype, proces
 
 @kernels
 def test_keys_are_shared_out_where_blocks_are_few(monkeypatch):
-    monkeypatch.setattr(prefill, "_processors", lambda device: 8)
+    monkeypatch.setattr(prefill, "processors", lambda device: 8)
     prefill._work.cache_clear()
     device = torch.device(DEVICE)
     work, joins, slots = prefill._work(Rows((10,), (90,)), (5,), (0,), None, 16, 16, 1, device)

@@ -7,7 +7,6 @@ step to nobody; its state holds one token more, the last one of its text.
 """
 
 import time
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 from bough.engine.runner import Runner
 from bough.engine.sampler import Drawing, drawing
 from bough.engine.sequence import Sequence
+from bough.state.live import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,9 @@ def can_fly(sequence: Sequence) -> bool:
 def launch(runner: Runner, sequences: list[Sequence], chosen: Tensor | None = None) -> Flight:
     """Feed each sequence its last token; or the one just `chosen` on the device, which it has yet to be told of."""
     began, depth = time.perf_counter(), 0 if chosen is None else 1
-    fed: Many[list[int]] = [[0] if depth else sequence.tokens[-1:] for sequence in sequences]
-    batch = [(sequence.state, tokens) for sequence, tokens in zip(sequences, fed, strict=True) if sequence.state]
+    batch: list[tuple[State, list[int]]] = []
+    for sequence in sequences:
+        assert sequence.state is not None
+        batch.append((sequence.state, [0] if depth else sequence.tokens[-1:]))
     _, logits = runner.forward(batch, [1] * len(batch), given=chosen)
     return Flight(sequences, drawing(logits, [sequence.sampling_at(depth) for sequence in sequences]), began)

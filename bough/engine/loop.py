@@ -221,7 +221,7 @@ class Loop:
                 failure = error
         try:
             sampled = flight.drawn.result()
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 (as in a step)
             self._fail([each for each in flight.sequences if not each.handle.done], error)
             return
         now = time.perf_counter()
@@ -231,7 +231,7 @@ class Loop:
                 self.drafting.learn(sequence, 0, 0, seconds, len(flight.sequences))
                 try:
                     self._take(sequence, row, sampled)
-                except Exception as error:  # noqa: BLE001
+                except Exception as error:  # noqa: BLE001 (the others go on)
                     self._fail([sequence], error)
             if failure is not None and not sequence.handle.done and _state(sequence).condition != "ready":
                 self._fail([sequence], failure)

@@ -1,15 +1,14 @@
 """Causal depthwise convolution over ragged rows, each with its own carried tail."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bough.ops.activation import Activation
 from bough.ops.ragged import Carried, Replayed, ReplayedRow, Rows, Slots, close_slots, open_slots
 from bough.ops.twins import twins
-
-Activation = Callable[[Tensor], Tensor]
 
 
 def causal_conv(

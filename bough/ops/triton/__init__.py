@@ -1,7 +1,7 @@
 """Twins of the reference ops for CUDA devices, in Triton: the same functions of the same layouts.
 
-Nothing outside this package imports triton. What a twin does not do (masks, long rows of attention) it says, and its
-reference does it. Without a GPU the kernels run in Triton's interpreter, if TRITON_INTERPRET=1 is set before import.
+Nothing outside this package imports triton. What a twin does not do (masks, other activations) its reference does.
+Without a GPU the kernels run in Triton's interpreter, if TRITON_INTERPRET=1 is set before import.
 """
 
 from bough.ops.triton.activation import ACTIVATIONS, gated

@@ -17,7 +17,7 @@ STEEPNESS = tl.constexpr(2 * math.sqrt(2 / math.pi))
 
 
 @triton.jit
-def _activated(x, activation: tl.constexpr):
+def activated(x, activation: tl.constexpr):
     if activation == "sigmoid":
         return tl.sigmoid(x)
     if activation == "silu":
@@ -35,7 +35,7 @@ def _gated(
     mask = (entry < count) & (column < width)
     opened = tl.load(at(gate, entry, gate_outer, gate_inner, column, heads), mask=mask, other=0.0)
     passed = tl.load(at(value, entry, value_outer, value_inner, column, heads), mask=mask, other=0.0)
-    opened = _activated(opened.to(tl.float32), activation).to(gate.dtype.element_ty)  # rounded as ops.gated does
+    opened = activated(opened.to(tl.float32), activation).to(gate.dtype.element_ty)  # rounded as ops.gated does
     tl.store(out + entry * width + column, opened.to(tl.float32) * passed.to(tl.float32), mask=mask)
 
 

@@ -15,12 +15,10 @@ from torch import Tensor
 from bough.ops.ragged import Pages, Rows, Spans
 from bough.ops.spans import FEW, divided, programs
 from bough.ops.triton.plan import on_device, shared_bytes
-from bough.ops.triton.prefill import attention_long
+from bough.ops.triton.prefill import ASIDE, CARRIED, attention_long
 
 LOG2E = tl.constexpr(1.4426950408889634)
 STAGES = 3
-CARRIED = 32768  # numbers that a program carries; half of them in float32, whose products take more registers
-ASIDE = 8192  # bytes of shared memory that are left for the rest
 
 
 @triton.jit(do_not_specialize=["window", "most"])
@@ -149,7 +147,7 @@ def attention(
     weights = torch.empty(len(spans.row), most, heads, device=q.device)
     queries, block_k, block_v = (max(16, triton.next_power_of_2(width)) for width in (group * most, dk, dv))
     shared = shared_bytes(q.device)
-    carried = CARRIED // (2 if q.dtype == torch.float32 else 1)
+    carried = CARRIED // (2 if q.dtype == torch.float32 else 1)  # products in float32 take more registers
     block_m = max(16, min(queries, carried // block_v, power_below(shared // (3 * block_k * q.dtype.itemsize))))
     room = shared - ASIDE - block_m * block_k * q.dtype.itemsize
     block_n = power_below(room // ((STAGES - 1) * (block_k + block_v) * k.dtype.itemsize))

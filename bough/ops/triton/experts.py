@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bough.ops.activation import Activation
-from bough.ops.triton.activation import ACTIVATIONS, _activated
+from bough.ops.triton.activation import ACTIVATIONS, activated
 from bough.ops.triton.plan import shared_bytes
 
 FEW = 1024  # pairs, up to which they are sorted by comparing each with all
@@ -127,7 +127,7 @@ def _gate_up(
     token = tl.load(order + start + tl.minimum(at, count - 1)) // chosen
     both = _product(x, token, weights + expert * 2 * width * hidden, output, hidden, tile, pairs, span)
     gate, up = tl.split(tl.permute(tl.reshape(both, [half, 2, pairs]), [0, 2, 1]))
-    gate = _activated(gate.to(tl.float32), activation).to(both.dtype).to(tl.float32)
+    gate = activated(gate.to(tl.float32), activation).to(both.dtype).to(tl.float32)
     column, place = first + tl.arange(0, half)[:, None], (start + at).to(tl.int64)[None, :]
     mask = (column < width) & (at[None, :] < count)
     tl.store(out + place * width + column, gate * up.to(tl.float32), mask=mask)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bough.ops.activation import Activation
-from bough.ops.triton.activation import ACTIVATIONS, _activated
+from bough.ops.triton.activation import ACTIVATIONS, activated
 
 ROWS = 32  # up to which these are faster than torch's own
 VECTORS = 2  # rows up to which the arithmetic units do as well as the matrix units
@@ -56,7 +56,7 @@ def _put(sums, bias, output, out, first, row, rows, outputs, block: tl.constexpr
     else:
         pairs = tl.reshape(sums, [block // 2, 2, sums.shape[1]])
         gate, up = tl.split(tl.permute(pairs, [0, 2, 1]))
-        gate = _activated(gate.to(tl.float32), activation).to(sums.dtype).to(tl.float32)
+        gate = activated(gate.to(tl.float32), activation).to(sums.dtype).to(tl.float32)
         sums = (gate * up.to(tl.float32)).to(sums.dtype)
         at, width = first // 2 + tl.arange(0, block // 2), outputs // 2
     tl.store(out + row[None, :] * width + at[:, None], sums, mask=(row[None, :] < rows) & (at[:, None] < width))

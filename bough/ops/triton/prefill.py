@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bough.ops.ragged import Pages, Rows
+from bough.ops.spans import processors
 from bough.ops.triton.plan import on_device, shared_bytes
 
 LOG2E = 1.4426950408889634
@@ -38,7 +39,7 @@ TILES = {  # by the bytes of a number; products in float32 take many registers
     2: (Tile(128, 64, 8, 3), Tile(64, 32, 8, 3), Tile(64, 32, 4, 2), Tile(32, 16, 4, 2)),
     4: (Tile(32, 16, 8, 2), Tile(16, 16, 4, 2)),
 }
-CARRIED = 32768  # numbers that a program carries
+CARRIED = 32768  # numbers that a program carries in registers
 ASIDE = 8192  # bytes of shared memory that are left for the rest
 
 
@@ -325,7 +326,7 @@ def _work(
             place, tokens = rows.history[row] + token - start, min(size, end - token)
             low = 0 if window is None else max(0, place - window + 1)
             blocks.append((token, tokens, place, offset[row], low, place + tokens))
-    share = -(-sum(end - low for *_, low, end in blocks) * packs // (_processors(device) * step)) * step
+    share = -(-sum(end - low for *_, low, end in blocks) * packs // (processors(device) * step)) * step
     work: list[tuple[int, ...]] = []
     joins: list[tuple[int, ...]] = []
     slots = 0
@@ -341,7 +342,3 @@ def _work(
     tables = [[each[column] for each in table] for table, width in ((work, 7), (joins, 4)) for column in range(width)]
     sent = on_device(tables, device)
     return Work(*sent[:7]), Joins(*sent[7:]), slots
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
