@@ -28,6 +28,7 @@ class Hub:
     gated: set[str] = field(default_factory=set)
     cuts: dict[str, list[int]] = field(default_factory=dict)  # by file: after how many bytes its next answers are cut
     ranges: bool = True  # whether parts of files can be asked for
+    held: dict[str, threading.Event] = field(default_factory=dict)  # by file: when its second half is sent
     failures: int = 0  # how many files are answered with 503 first
     lies: dict[str, bytes] = field(default_factory=dict)  # by file: what is sent instead
     asked: list[tuple[str, str | None]] = field(default_factory=list)  # (path, Range)
@@ -135,18 +136,30 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         cuts = self.hub.cuts.get(name)
         cut = cuts.pop(0) if cuts else None
-        self._answer(206 if start else 200, data[start:], headers, cut)
+        self._answer(206 if start else 200, data[start:], headers, cut, self.hub.held.get(name))
 
     def _refuse(self, status: int, code: str) -> None:
         self._answer(status, b"{}", {"X-Error-Code": code})
 
-    def _answer(self, status: int, data: bytes, headers: dict[str, str], cut: int | None = None) -> None:
+    def _answer(
+        self,
+        status: int,
+        data: bytes,
+        headers: dict[str, str],
+        cut: int | None = None,
+        held: threading.Event | None = None,
+    ) -> None:
         self.send_response(status)
         for name, value in (headers | {"Content-Length": str(len(data))}).items():
             self.send_header(name, value)
         self.end_headers()
         part = data if cut is None else data[:cut]
-        self.wfile.write(part)
+        half = len(part) // 2 if held else 0
+        self.wfile.write(part[:half])
+        if held:
+            self.wfile.flush()
+            assert held.wait(60), "nobody let the file go on"
+        self.wfile.write(part[half:])
         self.hub.sent += len(part)
         if cut is not None:
             self.wfile.flush()

@@ -1,8 +1,10 @@
 """From Modelfiles to models that run: what is stored, that it fits, and that it gives the same tokens."""
 
 import json
+import os
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 from conftest import add_tokenizer
 from gguf_files import reference, write
 from parity import save
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from serving import until
 from speculation import USED, Fixed, _saved
-from storing import bough_home, make, small_llama  # noqa: F401 (a fixture that is always used)
+from storing import bough_home, check, make, small_llama  # noqa: F401 (a fixture that is always used)
 from test_assistant import assistant
 from test_cli import bough
 from test_gemma4 import gemma4
@@ -25,6 +28,8 @@ from bough.draft.model import ModelDrafter
 from bough.draft.mtp import MTPDrafter
 from bough.engine import drafting
 from bough.errors import ModelError, OptionError, RequestError
+from bough.models.shards import write_tensors
+from bough.store import create as creating
 from bough.store.names import Name
 from bough.store.store import Store
 
@@ -45,16 +50,40 @@ def pair(kind: str, folder: Path) -> tuple[str, type]:
         save(target, folder / "target")
         save(assistant(target.config.hidden_size), folder / "draft")
         return "./draft", AssistantDrafter
-    if kind == "mtp":
+    if kind.startswith("mtp"):
         dense(folder / "target", {})
-        save_file(mtp_tensors(sparse=False), folder / "head.safetensors")
-        return "./head.safetensors", MTPDrafter
+        return head(kind, folder), MTPDrafter
     _saved("llama", folder / "target")
     small_llama(folder / "draft")
     return "./draft", ModelDrafter
 
 
-KINDS = ("assistant", "mtp", "model")
+def head(kind: str, folder: Path) -> str:
+    """An MTP head, as files have them: one, or several of its own, or among the weights of a checkpoint."""
+    tensors = mtp_tensors(sparse=False)
+    if kind == "mtp":
+        save_file(tensors, folder / "head.safetensors")
+        return "./head.safetensors"
+    if kind == "mtp-shards":
+        (folder / "head").mkdir()
+        for part in (0, 1):
+            names = list(tensors)[part::2]
+            save_file({name: tensors[name] for name in names}, folder / f"head/mtp-0000{part + 1}-of-00002.safetensors")
+        return "./head"
+    sharded(dense(folder / "checkpoint", tensors))
+    return "./checkpoint/model.safetensors.index.json"
+
+
+def sharded(folder: Path) -> Path:
+    """The weights of a folder, in several files."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    write_tensors(folder, dict(sorted(tensors.items(), key=lambda each: each[0][::-1])), most=20_000)
+    return folder
+
+
+HEADS = ("mtp", "mtp-shards", "mtp-index")
+KINDS = ("assistant", "model", *HEADS)
 
 
 @pytest.mark.parametrize("family", USED)
@@ -87,7 +116,7 @@ def test_a_stored_draft_drafts(kind, tmp_path, eager):
     with Engine.load(Store().get(Name.parse("paired")).path, dtype="float32") as engine:
         assert isinstance(engine.drafting.drafter, drafter)
     told = bough("show", "paired", "--cache-bytes", "8M").stdout
-    assert {"assistant": "assistant from", "mtp": "MTP head from", "model": "small model from"}[kind] in told
+    assert {"assistant": "assistant from", "model": "small model from"}.get(kind, "MTP head from") in told
     assert re.search(r"3[2-9]\.\d\d bits each", told) and "paired (" in told  # float32, and what headers take
 
 
@@ -164,6 +193,25 @@ def test_the_same_files_are_stored_once(tmp_path):
     weights = [each.folder / "model.safetensors" for each in (first, second)]
     assert weights[0].samefile(weights[1]) and weights[0].stat().st_nlink == 3
     assert len(Store().blobs.all()) == len(first.files) + 1  # bough.json differs
+
+
+def test_the_same_model_may_be_stored_by_two_at_once(tmp_path, monkeypatch):
+    """The second is done when the first is about to put its tree in place."""
+    small_llama(tmp_path / "folder")
+    rename, second = os.rename, threading.Thread(target=make, args=("FROM ./folder", tmp_path, "second"))
+
+    def second_first(source, target) -> None:
+        if Path(target).parent.name == "trees":
+            monkeypatch.setattr(os, "rename", rename)
+            second.start()
+            assert until(lambda: Store().has(Name.parse("second")))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", second_first)
+    first = make("FROM ./folder", tmp_path, "first")
+    second.join()
+    assert first.digest == Store().get(Name.parse("second")).digest
+    check(Store())
 
 
 def test_what_was_said_before_stays_unless_it_is_said_again(tmp_path, llama_folder):
@@ -245,6 +293,85 @@ def test_a_head_replaces_the_one_that_was_there(tmp_path):
         assert again.about.drafter == "mtp" and again.files.keys() == stored.files.keys()
 
 
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_is_stored_without_what_lies_beside_it(kind, tmp_path):
+    """Bit for bit, and once, wherever it came from."""
+    draft, _ = pair(kind, tmp_path)
+    stored = make(f"FROM ./target\nDRAFT {draft}", tmp_path)
+    kept = load_file(stored.folder / "model-mtp.safetensors")
+    expected = mtp_tensors(sparse=False)
+    assert kept.keys() == expected.keys() and all(torch.equal(kept[name], expected[name]) for name in expected)
+    assert stored.about.draft_weights.count == sum(tensor.numel() for tensor in expected.values())
+    save_file(expected, tmp_path / "one.safetensors")
+    again = make("FROM ./target\nDRAFT ./one.safetensors", tmp_path, "again")
+    assert again.files["model-mtp.safetensors"] == stored.files["model-mtp.safetensors"]
+
+
+def test_a_checkpoint_in_shards_brings_its_own_head(tmp_path):
+    folder = sharded(dense(tmp_path / "target"))
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    stored = make("FROM ./target", tmp_path)
+    assert (
+        stored.about.drafter == "mtp" and make("FROM ./target", tmp_path, "small", scheme="int4").about.drafter == "mtp"
+    )
+    with Engine.load(stored.path, dtype="float32") as engine:
+        assert isinstance(engine.drafting.drafter, MTPDrafter)
+
+
+def test_heads_of_several_shards(tmp_path, monkeypatch):
+    """Such as are too large for one file. One that is replaced leaves none of its own behind."""
+    draft, _ = pair("mtp", tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(creating, "write_tensors", lambda folder, tensors: write_tensors(folder, tensors, most=20_000))
+        first = make(f"FROM ./target\nDRAFT {draft}", tmp_path)
+    heads = {name for name in first.files if name.startswith("mtp-")}
+    assert len(heads) > 2
+    other = {name: tensor + 1 for name, tensor in mtp_tensors(sparse=False).items()}
+    save_file(other, tmp_path / "other.safetensors")
+    second = make("FROM made\nDRAFT ./other.safetensors", tmp_path, "second")
+    assert first.files.keys() - second.files.keys() == heads
+    for stored, tensors in ((first, mtp_tensors(sparse=False)), (second, other)):
+        with Engine.load(stored.path, dtype="float32") as engine:
+            assert isinstance(engine.drafting.drafter, MTPDrafter)
+            assert all(torch.equal(engine.model.extra[name], tensor) for name, tensor in tensors.items())
+
+
+def test_nothing_of_an_old_head_stays(tmp_path):
+    """Where it is of other tensors than the new one: those of its own embedding, or its scales."""
+    draft = head("mtp", tmp_path)
+    more = mtp_tensors(sparse=False, own=("embed_tokens",))
+    sharded(dense(tmp_path / "target", more))
+    make("FROM ./target", tmp_path, "small", scheme="int8")
+    made = [
+        make(f"FROM {source}\nDRAFT {draft}", tmp_path, f"new{at}") for at, source in enumerate(("./target", "small"))
+    ]
+    made.append(make(f"FROM ./target\nDRAFT {draft}", tmp_path, "both", scheme="int8", draft_scheme="int4"))
+    made.append(make(f"FROM both\nDRAFT {draft}", tmp_path, "again"))
+    plain = mtp_tensors(sparse=False)
+    for stored in made:
+        with Engine.load(stored.path, dtype="float32") as engine:
+            assert isinstance(engine.drafting.drafter, MTPDrafter)
+            found = {name for name in engine.model.extra if not name.endswith((".scale", ".zero"))}
+            assert found == plain.keys()
+            if stored.name.model != "both":
+                assert engine.model.extra.keys() == plain.keys()
+    check(Store())
+
+
+def test_a_head_may_be_named_to_draft(tmp_path, eager):
+    draft, _ = pair("mtp-shards", tmp_path)
+    plain = bough("run", tmp_path / "target", PROMPT, "--draft", "none", *GREEDY)
+    ours = bough("run", tmp_path / "target", PROMPT, "--draft", tmp_path / draft, "--stats", *GREEDY)
+    assert (ours.exit_code, ours.stdout) == (0, plain.stdout), ours.stderr
+    assert re.search(r"\([1-9]\d* drafted", ours.stderr)
+
+
+def misfit(folder: Path, draft: str, told: str) -> None:
+    with pytest.raises(ModelError, match=told):
+        make(f"FROM ./target\nDRAFT {draft}", folder)
+    assert Store().all() == []
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -252,39 +379,60 @@ def test_a_head_replaces_the_one_that_was_there(tmp_path):
         ("width", "line 2: DRAFT does not fit: .*hidden rows of 32, where the model's is 48"),
         ("layers", "line 2: DRAFT does not fit: .*layers that read"),
         ("family", "line 2: DRAFT does not fit: .*another family"),
-        ("head", "line 2: DRAFT does not fit: .*1 tensors missing: mtp.fc.weight"),
-        ("head-of-another-width", "line 2: DRAFT does not fit: .*of the wrong shape"),
-        ("head-for-gemma", "line 2: DRAFT does not fit: .*is an MTP head, which Qwen3-Next and Qwen3.5 have"),
-        ("no-head", "is no MTP head, since it has other"),
         ("broken", "line 2: DRAFT does not fit: .*do not fit the config"),
     ],
 )
 def test_a_draft_that_does_not_fit(change, told, tmp_path):
-    draft = "./draft"
     if change in ("width", "layers", "family"):
         _saved("llama", tmp_path / "target") if change == "family" else save(gemma4(), tmp_path / "target")
         other = {"head_dim": 16} if change == "layers" else None
         save(assistant(32 if change == "width" else 48, other), tmp_path / "draft")
-    elif change in ("head", "head-of-another-width", "head-for-gemma", "no-head"):
-        save(gemma4(), tmp_path / "target") if change == "head-for-gemma" else dense(tmp_path / "target", {})
-        tensors = mtp_tensors(sparse=False)
-        if change == "head":
-            del tensors["mtp.fc.weight"]
-        elif change == "head-of-another-width":
-            tensors["mtp.norm.weight"] = torch.ones(33)
-        elif change == "no-head":
-            tensors["other"] = torch.ones(1)
-        save_file(tensors, tmp_path / "head.safetensors")
-        draft = "./head.safetensors"
     else:
         _saved("llama", tmp_path / "target")
         small_llama(tmp_path / "draft", vocab_size=90 if change == "vocabulary" else 97)
         if change == "broken":
             config = tmp_path / "draft" / "config.json"
             config.write_text(config.read_text().replace('"hidden_size": 16', '"hidden_size": 32'))
-    with pytest.raises(ModelError, match=told):
-        make(f"FROM ./target\nDRAFT {draft}", tmp_path)
-    assert Store().all() == []
+    misfit(tmp_path, "./draft", told)
+
+
+@pytest.mark.parametrize(
+    ("more", "less", "told"),
+    [
+        ({}, ("mtp.fc.weight",), "1 tensors missing: mtp.fc.weight"),
+        ({"mtp.norm.weight": torch.ones(33)}, (), "of the wrong shape"),
+        ({"mtp.layers.1.input_layernorm.weight": torch.ones(32)}, (), "the MTP head has 2 layers"),
+        (
+            {"other": torch.ones(1)},
+            tuple(mtp_tensors(sparse=False)),
+            "has no MTP head, since no tensor in it is called",
+        ),
+    ],
+)
+def test_a_head_that_does_not_fit(more, less, told, tmp_path):
+    dense(tmp_path / "target", {})
+    tensors = mtp_tensors(sparse=False) | more
+    save_file({name: tensors[name] for name in tensors.keys() - set(less)}, tmp_path / "head.safetensors")
+    misfit(tmp_path, "./head.safetensors", f"line 2: DRAFT does not fit: .*{told}")
+
+
+def test_a_head_for_another_family(tmp_path):
+    save(gemma4(), tmp_path / "target")
+    misfit(tmp_path, head("mtp", tmp_path), "DRAFT does not fit: .*is an MTP head, which Qwen3-Next and Qwen3.5 have")
+
+
+def test_heads_whose_files_are_wrong(tmp_path):
+    dense(tmp_path / "target", {})
+    draft, more = head("mtp-shards", tmp_path), tmp_path / "head" / "more.safetensors"
+    save_file({"mtp.fc.weight": torch.ones(32, 64)}, more)
+    misfit(tmp_path, draft, "DRAFT does not fit: .*repeats tensors of another file there: mtp.fc.weight")
+    more.rename(tmp_path / "elsewhere.safetensors")
+    more.symlink_to(tmp_path / "elsewhere.safetensors")
+    misfit(tmp_path, draft, "is a link that leads out of its folder")
+    folder = sharded(dense(tmp_path / "draft", {}))
+    misfit(tmp_path, "./draft/model.safetensors.index.json", "has no MTP head, since no tensor in it is called")
+    next(folder.glob("model-00001*")).unlink()
+    misfit(tmp_path, "./draft/model.safetensors.index.json", "lacks files that its index lists: model-00001")
 
 
 def test_tokens_of_another_tokenizer(tmp_path, llama_folder):
@@ -308,7 +456,12 @@ def test_tokens_of_another_tokenizer(tmp_path, llama_folder):
         ("FROM ./llama\nDRAFT ./nothing.gguf", {}, "line 2: DRAFT names .*no such file or folder"),
         ("FROM ./llama", {"scheme": "int3"}, "--quantize is 'int3'; it must be one of int8, int4"),
         ("FROM ./llama", {"draft_scheme": "int8"}, "--draft-quantize needs a DRAFT"),
-        ("FROM ./llama/model.safetensors", {}, "FROM is a single file; name the folder"),
+        (
+            "FROM ./llama/model.safetensors",
+            {},
+            "FROM names weights without a config.json; name the folder that has both",
+        ),
+        ("FROM ./bare", {}, "FROM names weights without a config.json"),
         ("FROM ./llama/config.json", {}, "is no model"),
         ("FROM ./llama\nTEMPLATE {{ messages }}", {}, "TEMPLATE needs a model with a tokenizer"),
         ("FROM ./llama", {"only_stored": True}, "'./llama' is not in the store"),
@@ -316,6 +469,7 @@ def test_tokens_of_another_tokenizer(tmp_path, llama_folder):
 )
 def test_mistakes(text, options, told, tmp_path):
     small_llama(tmp_path / "llama")
+    shutil.copytree(tmp_path / "llama", tmp_path / "bare", ignore=shutil.ignore_patterns("*.json"))
     with pytest.raises((OptionError, ModelError, RequestError), match=told):
         make(text, tmp_path, **options)
     assert Store().all() == []

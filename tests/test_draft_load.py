@@ -21,6 +21,7 @@ from bough.draft.ngram import NGram
 from bough.errors import BadWeights, ModelError, OptionError
 from bough.models.load import load_model
 from bough.models.model import Model
+from bough.models.shards import INDEX, WHOLE, write_tensors
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,34 @@ def test_mtp(tmp_path, hybrid):
     assert isinstance(drafter_for("mtp", load_model(dense(tmp_path))), MTPDrafter)
     with pytest.raises(ModelError, match="no MTP head; draft with ngram"):
         drafter_for("mtp", hybrid)
+
+
+def test_a_head_in_files_of_its_own(tmp_path, hybrid, gemma_folder):
+    """In one, or in several, with a config or without; it goes before the model's own."""
+    target, tensors = load_model(dense(tmp_path / "target")), mtp_tensors(sparse=False)
+    for at, most in enumerate((1 << 30, 20_000)):
+        folder = tmp_path / f"head{at}"
+        folder.mkdir()
+        own = {name: tensor + at + 1 for name, tensor in tensors.items()}
+        write_tensors(folder, own, most)
+        paths = [folder, folder / (INDEX if at else WHOLE)]
+        for path in (*paths, folder):
+            drafter = drafter_for(path, target)
+            assert isinstance(drafter, MTPDrafter)
+            assert all(torch.equal(target.extra[name], own[name]) for name in own)
+            shutil.copy(tmp_path / "target" / "config.json", folder)
+    with pytest.raises(ModelError, match="the model is of another family"):
+        drafter_for(folder, load_model(gemma_folder))
+    with pytest.raises(ModelError, match="has no MTP head, since no tensor in it is called mtp"):
+        drafter_for(gemma_folder / "model.safetensors", hybrid)
+    with pytest.raises(BadWeights, match="of the wrong shape"):
+        drafter_for(folder, hybrid)
+    (folder / INDEX).write_text("{}")
+    with pytest.raises(BadWeights, match="has no weight_map"):
+        drafter_for(folder / INDEX, target)
+    (tmp_path / "broken.safetensors").write_bytes(b"no")
+    with pytest.raises(BadWeights, match="is damaged or cut short"):
+        drafter_for(tmp_path / "broken.safetensors", target)
 
 
 def test_assistant(gemma_folder, hybrid, tmp_path):

@@ -168,6 +168,14 @@ def test_a_model_is_loaded_already(live, client):
         assert (answer.done, answer.done_reason) == (True, "load")
 
 
+def test_a_model_stays_loaded(live, client):
+    """Whatever a client says of how long it should; 0 is how others have one unloaded."""
+    for keep in (0, "0", 0.0, -1, "5m"):
+        assert client.chat(live.engine.name, HELLO, options=GREEDY, keep_alive=keep).done
+        assert client.generate(live.engine.name, keep_alive=keep).done
+    assert client.ps().models
+
+
 def test_liveness(live):
     with httpx.Client(base_url=live.url) as http:
         assert http.get("/").text == "Bough is running"

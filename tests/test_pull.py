@@ -114,6 +114,7 @@ def test_a_modelfile_may_name_the_hub(hub, llama, tmp_path):
 def test_what_the_hub_refuses(hub, llama, monkeypatch):
     refused("there is no model org/none on the hub, or it is private", HubId.parse("org/none"))
     refused("org/tiny has no revision 'v9'", HubId.parse("org/tiny@v9"))
+    refused("org/a--b is no repository of the hub", HubId.parse("org/a--b"), OptionError)
     hub.gated, hub.token = {"org/tiny"}, "hf_secret"
     refused("org/tiny is gated; accept its terms on its page, and set HF_TOKEN")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
@@ -199,7 +200,23 @@ def test_an_index_that_leads_elsewhere(hub, llama):
 
 
 @pytest.mark.parametrize(
-    "text", ["tiny", "a/b/c", "../tiny", "org/..", "./tiny", "org/tiny@", "org/tiny@..", "o rg/x", ""]
+    "text",
+    [
+        "tiny",
+        "a/b/c",
+        "../tiny",
+        "org/..",
+        "./tiny",
+        "org/tiny@",
+        "org/tiny@..",
+        "o rg/x",
+        "",
+        "org/tiny:",
+        "org/tiny:..",
+        "org/tiny:v1:v2",
+        "org/tiny@v1:v2",
+        "file://org/tiny",
+    ],
 )
 def test_what_is_no_repository(text):
     with pytest.raises(OptionError, match="is no repository of the hub"):
@@ -210,6 +227,8 @@ def test_revisions_become_tags():
     assert HubId.parse("org/tiny").name == Name.parse("org/tiny:latest")
     assert HubId.parse("org/tiny@v1").name == Name.parse("org/tiny:v1")
     assert HubId.parse("hf.co/org/tiny") == TINY
+    for text in ("org/tiny", "org/tiny@v1"):  # and back
+        assert HubId.parse(HubId.parse(text).name.full) == HubId.parse(text)
 
 
 def test_offline_the_hubs_own_cache_is_used(hub, llama, tmp_path):

@@ -1,17 +1,25 @@
 """Ollama's endpoints over the store, with its own client; and what a stored model brings into a server."""
 
 import json
+import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import ollama
 import pytest
-from serving import Live, serving
-from storing import bough_home, check, make  # noqa: F401 (a fixture that is always used)
+from gguf_files import reference, write
+from hub import COMMIT
+from serving import Live, serving, until
+from storing import bough_home, check, make, small_llama  # noqa: F401 (a fixture that is always used)
+from test_pull import hub, llama  # noqa: F401 (fixtures)
 
 from bough import CacheConfig, Engine, SamplingParams
+from bough.errors import ModelError
+from bough.server import ollama_store
 from bough.server.settings import Settings
 from bough.store.names import Name
+from bough.store.pull import pull
 from bough.store.store import Store
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -49,6 +57,14 @@ def test_what_was_stored_are_the_defaults_of_the_server(live, client):
     assert longer["choices"][0]["message"]["content"] == expected("<system>be brief<user>the fox", 6)
     own = [{"role": "system", "content": "be long"}, *asked]
     assert client.chat("served", own).message.content == expected("<system>be long<user>the fox", 4)
+
+
+def test_less_than_no_tokens_are_as_many_as_fit(live, client):
+    """-1 and -2 are no limit, whatever was stored with the model."""
+    assert client.generate("served", "the fox", raw=True).eval_count == 4
+    for most in (-1, -2):
+        answer = client.generate("served", "the fox", raw=True, options={"num_predict": most, "stop": []})
+        assert answer.prompt_eval_count + answer.eval_count == live.engine.context and answer.done_reason == "length"
 
 
 def test_create_show_copy_delete(live, client):
@@ -124,6 +140,144 @@ def test_what_fails_while_it_is_created(more, told, live):
     assert [str(each.name) for each in Store().all()] == ["served"]
 
 
+def test_pull(live, client, hub, llama):  # noqa: F811
+    """What Ollama's clients draw their bars from: a digest, how many bytes there are, and how many have come."""
+    first, *lines, last = client.pull("org/tiny", stream=True)
+    assert (first.status, last.status) == ("pulling manifest", "success")
+    weights = [line for line in lines if line.digest]
+    size = (llama / "model.safetensors").stat().st_size
+    assert {line.total for line in weights} == {size} and weights[-1].completed == size
+    stored = Store().get(Name.parse("org/tiny"))
+    digest = stored.files["model.safetensors"].digest
+    assert {(line.status, line.digest) for line in weights} == {(f"pulling {digest[:12]}", f"sha256:{digest}")}
+    stages = [line.status for line in lines if line not in weights]
+    assert stages[0] == "pulling org/tiny" and stages[-3:] == ["checking", "storing", "writing manifest"]
+    assert len(stages) == len(set(stages)) and "pulling config.json" in stages
+    assert stored.about.source == f"org/tiny@{COMMIT}" and stored.damaged() == []
+    assert [each.model for each in client.list().models] == ["served", "org/tiny:latest"]
+    sent = hub.sent
+    again = list(client.pull("org/tiny:latest", stream=True))
+    assert hub.sent - sent < size and [line.completed for line in again if line.digest] == [size]
+    assert client.pull("hf.co/org/tiny:v1").status == "success"  # what is listed can be pulled again
+    assert live.client.post("/api/pull", json={"name": "org/tiny@v1", "stream": False}).json() == {"status": "success"}
+    assert {each.model for each in client.list().models} == {"served", "org/tiny:latest", "org/tiny:v1"}
+    check(Store())
+
+
+def test_pull_one_of_several_gguf_files(live, client, hub, tmp_path):  # noqa: F811
+    (tmp_path / "g").mkdir()
+    for name in ("m-Q8_0.gguf", "m-F32.gguf"):
+        write(reference("llama"), tmp_path / "g" / name)
+    hub.add("org/tiny", tmp_path / "g")
+    with pytest.raises(ollama.ResponseError, match="which GGUF file"):
+        client.pull("org/tiny")
+    body = {"model": "org/tiny", "file": "q8", "stream": False}
+    assert live.client.post("/api/pull", json=body).json() == {"status": "success"}
+    assert Store().get(Name.parse("org/tiny")).path.name == "model.gguf"
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({}, "model must be given"),
+        ({"model": 3}, "model must be a string"),
+        ({"model": ""}, "model must be a string that is not empty"),
+        *(
+            ({"model": name}, "model must be a repository of the Hugging Face hub: organisation/name[:revision]")
+            for name in ("tiny", "/etc/passwd", "../tiny", "org/..", "a/b/c", "org/tiny:", "file:///org/tiny")
+        ),
+        ({"model": "org/tiny", "file": 3}, "file must be a string"),
+    ],
+)
+def test_what_cannot_be_pulled(body, told, live, hub):  # noqa: F811
+    answer = live.client.post("/api/pull", json=body)
+    assert answer.status_code == 400 and told in answer.json()["error"]
+    assert hub.asked == []
+
+
+def refused_pull(live: Live, name: str, told: str, status: int = 400) -> None:
+    """Told with its status, or as a line of the stream, which has begun then."""
+    whole = live.client.post("/api/pull", json={"model": name, "stream": False})
+    assert whole.status_code == status and told in whole.json()["error"]
+    streamed = live.client.post("/api/pull", json={"model": name})
+    *_, last = map(json.loads, streamed.text.splitlines())
+    assert streamed.status_code == 200 and last.keys() == {"error"} and told in last["error"]
+    with ollama.Client(live.url) as client, pytest.raises(ollama.ResponseError):
+        list(client.pull(name, stream=True))
+    assert [str(each.name) for each in Store().all()] == ["served"]
+
+
+def test_what_fails_while_it_is_pulled(live, hub, llama, monkeypatch, caplog):  # noqa: F811
+    refused_pull(live, "org/none", "there is no model org/none on the hub, or it is private")
+    refused_pull(live, "org/tiny:v9", "org/tiny has no revision 'v9'")
+    refused_pull(live, "org/a--b", "org/a--b is no repository of the hub")
+    refused_pull(live, "-org/tiny", "is no name of a model")
+    hub.lies = {"config.json": b"{}"}
+    refused_pull(live, "org/tiny", "config.json did not arrive as the hub has it")
+    hub.lies = {}
+    with monkeypatch.context() as patched:
+        patched.setattr("huggingface_hub.is_offline_mode", lambda: True)
+        refused_pull(live, "org/none", "HF_HUB_OFFLINE is set and org/none is not in the hub's cache")
+    with monkeypatch.context() as patched:
+        patched.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+        refused_pull(live, "org/tiny", "the hub does not answer as it should")
+    assert not [record for record in caplog.records if record.exc_info]
+    monkeypatch.setattr(Store, "publish", lambda *_: 1 / 0)
+    with caplog.at_level(logging.ERROR, "bough.server"):
+        refused_pull(live, "org/tiny", "something went wrong in the server; its log says what", 500)
+    assert len([record for record in caplog.records if record.exc_info]) == 3
+
+
+def test_a_pull_keeps_nobody_waiting(live, client, hub, tmp_path):  # noqa: F811
+    """More of them than are worked on at once; the server answers all the while, and no name is there too soon."""
+    names = [f"org/tiny{at}" for at in range(6)]
+    hub.held["model.safetensors"] = threading.Event()
+    small_llama(tmp_path / "folder")
+    for name in names:
+        hub.add(name, tmp_path / "folder")
+    done = [threading.Thread(target=client.pull, args=(name,)) for name in names]
+    for each in done:
+        each.start()
+    assert until(lambda: len([path for path, _ in hub.asked if path.startswith("/cdn")]) == 4)
+    assert client.generate("served", "the fox").done and len(client.list().models) == 1
+    hub.held["model.safetensors"].set()
+    for each in done:
+        each.join()
+    assert {str(each.name) for each in Store().all()} == {"served", *names}
+    check(Store())
+
+
+def test_a_client_that_leaves_a_pull_stops_it(live, client, hub, llama, monkeypatch, caplog):  # noqa: F811
+    """The next one who asks goes on with what has come."""
+    ended = list[str]()
+
+    def watched(*given, **options):
+        try:
+            return pull(*given, **options)
+        except ModelError as error:
+            ended.append(str(error))
+            raise
+
+    monkeypatch.setattr(ollama_store, "pull_model", watched)
+    hub.held["model.safetensors"] = threading.Event()
+    with caplog.at_level(logging.INFO, "bough.server"):
+        stream = client.pull("org/tiny", stream=True)
+        assert next(line for line in stream if line.digest and line.completed).completed
+        with pytest.raises(ollama.ResponseError, match="another process is at it already"):
+            client.pull("org/tiny")
+        before = len(caplog.records)
+        stream.close()
+        assert until(lambda: len(caplog.records) > before)  # the request is over
+    hub.held["model.safetensors"].set()
+    assert until(lambda: ended) and ended == ["the client left"]
+    assert [each.model for each in client.list().models] == ["served"]
+    sent = hub.sent
+    assert client.pull("org/tiny").status == "success"
+    assert hub.sent - sent < (llama / "model.safetensors").stat().st_size
+    assert not [record for record in caplog.records if record.exc_info]
+    check(Store())
+
+
 def test_models_that_are_not_there(client, live):
     for ask in (lambda: client.delete("nothing"), lambda: client.copy("nothing", "x"), lambda: client.show("nothing")):
         with pytest.raises(ollama.ResponseError) as caught:
@@ -141,6 +295,7 @@ def test_a_server_without_a_store(llama_folder):
     ):
         answers = [
             live.client.post("/api/create", json={"model": "x", "from": "y"}),
+            live.client.post("/api/pull", json={"model": "x/y"}),
             live.client.post("/api/copy", json={"source": "x", "destination": "y"}),
             live.client.request("DELETE", "/api/delete", json={"model": "x"}),
         ]

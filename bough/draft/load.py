@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from bough.draft import Drafter
 from bough.draft.assistant import AssistantDrafter
@@ -24,14 +25,17 @@ from bough.models.gemma4_assistant import load_assistant
 from bough.models.gguf import GGUFFile
 from bough.models.load import load_model
 from bough.models.model import Model
-from bough.models.weights import Progress
+from bough.models.qwen3_next import Qwen3Next
+from bough.models.shards import INDEX, SafetensorsFile
+from bough.models.weights import Progress, SafetensorsFolder
 
 DraftOption: TypeAlias = str | os.PathLike[str] | Drafter | None
 
 ALLOWED = (
-    '"auto" (what the model ships, else ngram), "mtp", "assistant", "ngram", the path of a draft model,'
-    " an object with the methods of a Drafter, or None"
+    '"auto" (what the model ships, else ngram), "mtp", "assistant", "ngram", the path of a draft model or'
+    " an MTP head, an object with the methods of a Drafter, or None"
 )
+MTP = "mtp."  # how the names of an MTP head's tensors begin
 ASSISTANT = "assistant"  # the folder in the target's own where its assistant may be
 UNLIKE = 0.01  # of the tokens may differ: models of one family have other names for some special ones
 
@@ -67,9 +71,50 @@ def drafter_for(
     draft_path = Path(os.path.expanduser(option))
     if option == "" or not draft_path.exists():
         raise OptionError(f"draft is {str(option)!r}, and there is no such file or folder; it may be {ALLOWED}")
-    if draft_path.is_dir() and ModelConfig.from_folder(draft_path).get("model_type") == "gemma4_assistant":
-        return _assistant(draft_path, target)
+    match draft_kind(draft_path):
+        case "mtp":
+            return _head(draft_path, target)
+        case "assistant":
+            return _assistant(draft_path, target)
     return _model(draft_path, target, path, progress, load)
+
+
+def draft_kind(path: Path) -> str:
+    """What kind of drafter a path leads to: mtp, assistant or model."""
+    if is_bare(path):
+        return "mtp"
+    if path.is_dir():
+        if ModelConfig.from_folder(path).get("model_type") == "gemma4_assistant":
+            return "assistant"
+        if all(name.startswith(MTP) for name in SafetensorsFolder(path).names()):
+            return "mtp"
+    return "model"
+
+
+def is_bare(path: Path) -> bool:
+    """Whether a path leads to weights without the config of a model. What can be meant is the MTP head among them."""
+    if path.is_dir():
+        return not (path / "config.json").exists() and any(path.glob("*.safetensors"))
+    return path.suffix == ".safetensors" or path.name == INDEX
+
+
+def head_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of the MTP head in a file, or in the shards of a folder or its index, whatever else is in them."""
+    folder = path.parent if path.name == INDEX else path
+    source = SafetensorsFolder(folder) if folder.is_dir() else SafetensorsFile(path)
+    tensors = {name: source.read(name) for name in sorted(source.names()) if name.startswith(MTP)}
+    if not tensors:
+        raise ModelError(
+            f"{path} has no MTP head, since no tensor in it is called {MTP}*; name a file or folder with one"
+        )
+    return tensors
+
+
+def _head(path: Path, target: Model) -> MTPDrafter:
+    if not isinstance(target, Qwen3Next):
+        raise ModelError(f"{path} is an MTP head, which Qwen3-Next and Qwen3.5 have; the model is of another family")
+    target.extra = head_tensors(path)  # in place of its own
+    return MTPDrafter(MTPHead(target))
 
 
 def _implemented(option: Drafter) -> Drafter:

@@ -29,7 +29,7 @@ async def generate(call: Call) -> Response:
     service.require_model(asked.model_name(body))
     if not body.get("prompt"):
         return Json(_loaded(call, {"response": ""}))
-    params = asked.sampling(body, service.engine.defaults, call.salt(), service.most_tokens)
+    params = asked.sampling(body, service, call.salt())
     prompt = await asked.generate_prompt(body, service)
     if not (raw := asked.is_raw(body, service)):
         params = replies.constrained(params, service, prompt)
@@ -42,7 +42,7 @@ async def chat(call: Call) -> Response:
     service.require_model(asked.model_name(body))
     if not body.get("messages"):
         return Json(_loaded(call, {"message": {"role": "assistant", "content": ""}}))
-    params = asked.sampling(body, service.engine.defaults, call.salt(), service.most_tokens)
+    params = asked.sampling(body, service, call.salt())
     tools, options = body.get("tools") or None, asked.template_options(body, service)
     prompt = await service.chat_prompt(asked.chat_messages(body), tools, options)
     params = replies.constrained(params, service, prompt)

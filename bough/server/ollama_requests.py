@@ -84,12 +84,12 @@ def model_name(body: Mapping[str, Any]) -> str | None:
     return name.removesuffix(":latest") if name else None
 
 
-def sampling(body: Mapping[str, Any], defaults: SamplingParams, salt: str | None, context: int) -> SamplingParams:
+def sampling(body: Mapping[str, Any], service: Service, salt: str | None) -> SamplingParams:
     if body.get("logprobs"):
         raise Invalid("logprobs", "false: they are told by /v1/chat/completions and /v1/completions")
     options = body.get("options", {})
-    most = options.get("num_predict", -1)
-    given: dict[str, Any] = {"max_tokens": context if most < 0 else most, "cache_salt": salt}
+    most = options.get("num_predict", service.most_tokens)
+    given: dict[str, Any] = {"max_tokens": service.engine.context if most < 0 else most, "cache_salt": salt}
     same = ("temperature", "min_p", "presence_penalty", "frequency_penalty", "stop")
     given |= {name: options[name] for name in same if name in options}
     if "repeat_penalty" in options:
@@ -104,7 +104,7 @@ def sampling(body: Mapping[str, Any], defaults: SamplingParams, salt: str | None
         if body.get("tools"):
             raise Invalid("format", "left out where tools are given: their calls are not of that format")
         given["grammar"] = Grammar.json_object() if wanted == "json" else Grammar.json_schema(wanted)
-    return replace(defaults, **given)
+    return replace(service.engine.defaults, **given)
 
 
 def template_options(body: Mapping[str, Any], service: Service) -> dict[str, Any]:

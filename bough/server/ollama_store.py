@@ -1,14 +1,17 @@
-"""What Ollama's API does with the models in the store: tells of them, makes new ones of them, copies and removes them.
+"""What Ollama's API does with the models in the store: tells of them, pulls new ones or makes them of others, copies
+and removes them.
 
-The model that is served stays the one that was loaded. A client names stored models and nothing else: no path of this
-machine is read because one asked for it.
+The model that is served stays the one that was loaded. A client names stored models, or repositories of the hub, and
+nothing else: no path of this machine is read because one asked for it.
 """
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import Response, StreamingResponse
 
@@ -21,9 +24,12 @@ from bough.store.create import create as create_model
 from bough.store.fit import config_of
 from bough.store.modelfile import IDLE, WHOLE, Modelfile, check_parameters, check_template
 from bough.store.names import Name
+from bough.store.pull import HubId, Remote
+from bough.store.pull import pull as pull_model
 from bough.store.store import Store, Stored
 
 LINES = "application/x-ndjson"
+AT_ONCE = 4  # models that are made or pulled; who asks for more waits, and nobody who asks for something else does
 NAME = Text(least=1, about="[namespace/]name[:tag]")
 UNSUPPORTED = {
     "files": "left out: files are not uploaded; store the model on the server's machine, and name it as from",
@@ -49,8 +55,19 @@ CREATE = Record(
         **dict.fromkeys(UNSUPPORTED, ANYTHING),
     }
 )
+PULL = Record(
+    {
+        "model": Text(least=1, about="a repository of the Hugging Face hub: organisation/name[:revision]"),
+        "name": Text(least=1, about="the older name of model"),
+        "file": Text(least=1, about="which GGUF file, by its name or a part of it"),
+        "stream": Flag(about="true if it is left out"),
+    }
+)
 COPY = Record({"source": NAME, "destination": NAME}, needed=("source", "destination"))
 DELETE = Record({"model": NAME, "name": Text(least=1, about="the older name of model")})
+
+log = logging.getLogger("bough.server")
+threads = ThreadPoolExecutor(AT_ONCE, "bough-store")
 
 
 async def create(call: Call) -> Response:
@@ -59,8 +76,31 @@ async def create(call: Call) -> Response:
         if body.get(field):
             raise Invalid(field, allowed)
     name, modelfile = _name(body), _modelfile(body)
-    work = Work(store, name, modelfile, body)
-    if body.get("stream", True):
+    schemes = {"scheme": body.get("quantize") or None, "draft_scheme": body.get("draft_quantize") or None}
+    return await _answer(
+        call, lambda tell: create_model(store, name, modelfile, **schemes, only_stored=True, tell=tell)
+    )
+
+
+async def pull(call: Call) -> Response:
+    store, hub, file = _store(call), _repository(call.body), call.body.get("file")
+
+    def make(tell: Line) -> Stored:
+        def fetched(remote: Remote, done: int) -> None:
+            if remote.sha256:
+                tell(f"pulling {remote.sha256[:12]}", done, remote.size, digest=f"sha256:{remote.sha256}")
+            else:
+                tell(f"pulling {remote.name}", done, remote.size)
+
+        tell("pulling manifest")
+        return pull_model(store, hub, file=file, tell=lambda what, done, total: tell(what), fetched=fetched)
+
+    return await _answer(call, make)
+
+
+async def _answer(call: Call, make: Callable[["Line"], Stored]) -> Response:
+    work = Work(make)
+    if call.body.get("stream", True):
         return StreamingResponse(work.lines(), media_type=LINES, headers={"Cache-Control": "no-cache"})
     await work.done()
     return Json({"status": "success"})
@@ -79,6 +119,7 @@ async def copy(call: Call) -> Response:
 
 ENDPOINTS = (
     Endpoint("POST", "/api/create", create, "A model made of a stored one", CREATE, stream=LINES),
+    Endpoint("POST", "/api/pull", pull, "A model of the Hugging Face hub, stored", PULL, stream=LINES),
     Endpoint("DELETE", "/api/delete", delete, "Remove a stored model", DELETE),
     Endpoint("POST", "/api/copy", copy, "A second name for a stored model", COPY),
 )
@@ -102,57 +143,61 @@ async def show(call: Call, name: str | None) -> Json | None:
     return Json(await asyncio.to_thread(_shown, stored))
 
 
+class Line(Protocol):
+    """Tells of what is being done: how much of it is, of how much, if that is known, and other fields of the line."""
+
+    def __call__(self, what: str, done: int = 0, total: int = 0, /, **more: str) -> None: ...
+
+
 class Work:
     """A model being made in a thread. Who leaves the answer breaks it off; the next one who asks goes on with it."""
 
-    def __init__(self, store: Store, name: Name, modelfile: Modelfile, body: dict[str, Any]) -> None:
-        self.store, self.name, self.modelfile, self.body = store, name, modelfile, body
+    def __init__(self, make: Callable[[Line], Stored]) -> None:
+        self.make = make
+        self.loop = asyncio.get_running_loop()
         self.news: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self.told: set[tuple[str, int]] = set()
         self.left = False
-        self.last: tuple[str, int] | None = None
 
     async def done(self) -> None:
         try:
-            await asyncio.to_thread(self._make, lambda told: None)
+            await self._start()
         finally:
             self.left = True
 
     async def lines(self) -> AsyncIterator[bytes]:
-        loop = asyncio.get_running_loop()
-
-        def tell(told: dict[str, Any] | None) -> None:
-            loop.call_soon_threadsafe(self.news.put_nowait, told)
-
-        making = asyncio.ensure_future(asyncio.to_thread(self._make, tell))
-        making.add_done_callback(lambda _: self.news.put_nowait(None))
+        making = self._start()
+        making.add_done_callback(self._ended)
         try:
             while (told := await self.news.get()) is not None:
                 yield json_line(told)
             await making
             yield json_line({"status": "success"})
-        except (BoughError, Invalid, OSError) as error:
-            yield json_line({"error": as_api_error(error).message})
+        except Exception as error:  # the status is sent already: the client is told in the stream
+            refused = as_api_error(error)
+            if refused.code == "internal_error":
+                log.exception("a model could not be stored")
+            yield json_line({"error": refused.message})
         finally:
             self.left = True
 
-    def _make(self, tell: Any) -> None:
-        def progress(what: str, done: int, total: int) -> None:
-            if self.left:
-                raise ModelError("the client left")
-            now = (what, 100 * done // max(1, total))
-            if now != self.last:
-                self.last = now
-                tell({"status": what, "completed": done, "total": total})
+    def _start(self) -> "asyncio.Future[Stored]":
+        return self.loop.run_in_executor(threads, self.make, self._tell)
 
-        create_model(
-            self.store,
-            self.name,
-            self.modelfile,
-            scheme=self.body.get("quantize") or None,
-            draft_scheme=self.body.get("draft_quantize") or None,
-            only_stored=True,
-            tell=progress,
-        )
+    def _ended(self, making: "asyncio.Future[Stored]") -> None:
+        if not making.cancelled():
+            making.exception()  # whoever left does not ask for it
+        self.news.put_nowait(None)
+
+    def _tell(self, what: str, done: int = 0, total: int = 0, /, **more: str) -> None:
+        """In the thread. The same is told once, and what goes on for long in hundredths."""
+        if self.left:
+            raise ModelError("the client left")
+        news = (what, 100 * done // max(1, total))
+        if news not in self.told:
+            self.told.add(news)
+            progress = {"total": total, "completed": done} if total else {}
+            self.loop.call_soon_threadsafe(self.news.put_nowait, {"status": what, **more, **progress})
 
 
 def _store(call: Call) -> Store:
@@ -169,10 +214,22 @@ async def _there(call: Call, name: Name) -> Name:
 
 
 def _name(body: dict[str, Any]) -> Name:
-    text = body.get("model", body.get("name"))
+    return _parsed(_asked(body), "model")
+
+
+def _repository(body: dict[str, Any]) -> HubId:
+    text = _asked(body)
+    found = HubId.maybe(text)
+    if found is None:
+        raise Invalid("model", "a repository of the Hugging Face hub: organisation/name[:revision]", text)
+    return found
+
+
+def _asked(body: dict[str, Any]) -> str:
+    text: str | None = body.get("model", body.get("name"))
     if text is None:
         raise Invalid("model", "given")
-    return _parsed(text, "model")
+    return text
 
 
 def _parsed(text: str, field: str) -> Name:

@@ -9,15 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bough.draft.load import MTP, draft_kind, head_tensors, is_bare
 from bough.engine.about import DRAFT, FILE, NOTHING, About, Weighed
 from bough.engine.load import load_tokenizer
 from bough.engine.template import ChatTemplate
 from bough.errors import ModelError, OptionError, RequestError
 from bough.models.config import read_json
 from bough.models.quantize import SCHEMES, quantize
+from bough.models.shards import INDEX, WHOLE, SafetensorsFile, write_json, write_tensors
 from bough.store import intake
 from bough.store.blobs import Entry
-from bough.store.fit import MTP, check_draft, count, drafter_kind, own_drafter, skeleton
+from bough.store.fit import check_draft, count, own_drafter, skeleton
 from bough.store.job import Job
 from bough.store.modelfile import Modelfile
 from bough.store.names import Name
@@ -33,7 +35,7 @@ class Part:
     """A model, or a drafter, that another is made of: where it can be read, and its files."""
 
     named: str
-    path: Path  # a folder, a .gguf, or a .safetensors with a head
+    path: Path  # a folder, a .gguf; for a head also a .safetensors or an index
     files: Mapping[str, Path | Entry]  # by their place; those of the store are known by their content
     about: About = NOTHING
     made: bool = False  # whether the files are the job's own
@@ -56,9 +58,11 @@ class Creation:
         kind = self._check(target, draft)
         about = self._about(target, draft, kind)
         _check_template(about, target)
+        if draft is not None and kind == "mtp":
+            draft = self._head(draft, target)
         weighed, draft_weighed = _weigh(target), None if draft is None else _weigh(draft)
         if draft is not None and draft_scheme is not None:
-            draft = self._quantized(_as_folder(self.job, draft, target) if kind == "mtp" else draft, draft_scheme)
+            draft = self._quantized(draft, draft_scheme)
             draft_weighed = _reweighed(draft_weighed, draft, draft_scheme)
         if scheme is not None:
             target = self._quantized(target, scheme)
@@ -66,17 +70,18 @@ class Creation:
         files = self._entries(target, draft, kind)
         kept = about.draft_weights if draft is None else draft_weighed
         about = replace(about, weights=weighed, draft_weights=kept)
+        self.tell("writing manifest", 0, 1)
         return self.store.publish(name, {**files, FILE: self.job.put(about.to_json())}, self.job)
 
     def _check(self, target: Part, draft: Part | None) -> str | None:
         model = skeleton(target.path)
         if draft is None:
             return target.about.drafter or own_drafter(model)
-        kind = drafter_kind(draft.path)
+        kind = draft_kind(draft.path)
         if kind == "mtp" and target.path.is_file():
             raise OptionError(f"{self.modelfile.at('DRAFT')}is an MTP head, which a GGUF file cannot be given")
         try:
-            check_draft(draft.path, kind, model, target.path)
+            check_draft(draft.path, model, target.path)
         except ModelError as error:
             raise ModelError(f"{self.modelfile.at('DRAFT')}does not fit: {error}") from None
         return kind
@@ -94,6 +99,19 @@ class Creation:
             draft_source=before.draft_source if draft is None else draft.named,
             drafter=kind,
         )
+
+    def _head(self, draft: Part, target: Part) -> Part:
+        """A head in a folder of its own, without what lay beside it, and with the config of the model it is for."""
+        folder = self.job.folder / f"head-{draft.identity}"
+        if not folder.is_dir():
+            making = folder.with_name(f".{folder.name}")
+            shutil.rmtree(making, ignore_errors=True)
+            making.mkdir()
+            write_tensors(making, head_tensors(draft.path))
+            config = read_json(target.path / "config.json")
+            write_json(making / "config.json", {**config, "quantization_config": None})  # the head is as it came
+            os.rename(making, folder)
+        return Part(draft.named, folder, intake.files_in(folder), made=True)
 
     def _quantized(self, part: Part, scheme: str) -> Part:
         """The part with smaller weights, made once: a job that goes on finds what was finished."""
@@ -134,27 +152,42 @@ class Creation:
         return self.job.add(file, passed, own=part.made and file.is_relative_to(self.job.folder))
 
     def _with_head(self, files: dict[str, Entry], head: dict[str, Entry]) -> dict[str, Entry]:
-        """The files of a model with a head beside them, and an index that says which tensor is in which."""
-        names = {name: REST if name == intake.WHOLE else name for name in files if _is_shard(name)}
-        listed, placed = self._index(files), dict[str, str]()
-        for name, stored in names.items():
-            tensors = intake.tensor_names(self.store.blobs.path(files[name].digest))
-            here = [tensor for tensor in tensors if listed.get(tensor, name) == name and not tensor.startswith(MTP)]
-            placed |= dict.fromkeys(here, stored)
+        """The files of a model with this head in place of its own, and an index that says which tensor is in which."""
         shards = {name: entry for name, entry in head.items() if _is_shard(name)}
-        heads = {name: HEAD if len(shards) == 1 else f"mtp-{name}" for name in shards}
-        for name, stored in heads.items():
-            tensors = intake.tensor_names(self.store.blobs.path(shards[name].digest))
-            placed |= {tensor: stored for tensor in tensors if tensor.startswith(MTP)}
-        rest = {names.get(name, name): entry for name, entry in files.items() if name != HEAD}
+        found = {HEAD if len(shards) == 1 else f"mtp-{name}": entry for name, entry in shards.items()}
+        placed = {tensor: name for name, entry in found.items() for tensor in self._tensors(entry)}
+        listed, drafts = self._index(files), set(placed)
+        for name, entry in files.items():
+            if not _is_shard(name):
+                found[name] = entry
+                continue
+            tensors = self._tensors(entry)
+            own = [each for each in tensors if listed.get(each, name) == name and not each.startswith(MTP)]
+            if not own:
+                continue  # there was a head in it, and nothing else
+            stored = REST if name == WHOLE else name
+            old = {each for each in tensors if each.startswith(MTP)}
+            found[stored] = entry if old <= drafts else self._without_head(entry, own)
+            placed |= dict.fromkeys(own, stored)
         index = self.job.put(json.dumps({"metadata": {}, "weight_map": placed}, indent=1).encode())
-        return rest | {heads[name]: entry for name, entry in shards.items()} | {intake.INDEX: index}
+        return found | {INDEX: index}
+
+    def _without_head(self, shard: Entry, own: list[str]) -> Entry:
+        """A shard with these tensors alone: what is in a file and not in the index is read too."""
+        folder, source = self.job.folder / f"bare-{shard.digest}", SafetensorsFile(self.store.blobs.path(shard.digest))
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        write_tensors(folder, {name: source.read(name) for name in own}, most=shard.size)
+        return self.job.add(folder / WHOLE, own=True)
+
+    def _tensors(self, file: Entry) -> list[str]:
+        return intake.tensor_names(self.store.blobs.path(file.digest))
 
     def _index(self, files: dict[str, Entry]) -> dict[str, str]:
         """Which shard each tensor is in, where an index says so."""
-        if intake.INDEX not in files or intake.WHOLE in files:
+        if INDEX not in files or WHOLE in files:
             return {}
-        placed: dict[str, str] = read_json(self.store.blobs.path(files[intake.INDEX].digest))["weight_map"]
+        placed: dict[str, str] = read_json(self.store.blobs.path(files[INDEX].digest))["weight_map"]
         return placed
 
 
@@ -179,8 +212,8 @@ def create(
     draft = None
     if modelfile.draft is not None:
         draft = find_part(store, modelfile, "DRAFT", modelfile.draft, only_stored, tell)
-    if target.path.suffix == ".safetensors":
-        raise OptionError(f"{modelfile.at('FROM')}is a single file; name the folder with its config.json")
+    if is_bare(target.path):
+        raise OptionError(f"{modelfile.at('FROM')}names weights without a config.json; name the folder that has both")
     with store.job(f"create {name.full}") as job:
         return Creation(store, job, modelfile, tell).run(name, target, draft, scheme, draft_scheme)
 
@@ -210,6 +243,8 @@ def find_part(store: Store, modelfile: Modelfile, keyword: str, text: str, only_
 
 
 def path_part(text: str, path: Path) -> Part:
+    if is_bare(path):
+        return Part(text, path, intake.weights_in(path))
     if path.is_dir():
         about = About.beside(path)
         files: dict[str, Path | Entry] = dict(intake.files_in(path))
@@ -217,9 +252,9 @@ def path_part(text: str, path: Path) -> Part:
             inside = intake.inside(path, DRAFT)
             files |= {f"{DRAFT}/{name}": file for name, file in intake.files_in(inside).items()}
         return Part(text, path, files, about)
-    if path.suffix not in (".gguf", ".safetensors"):
+    if path.suffix != ".gguf":
         raise ModelError(f"{path} is no model; give a folder with config.json and *.safetensors, or a .gguf file")
-    return Part(text, path, {"model.gguf" if path.suffix == ".gguf" else HEAD: path})
+    return Part(text, path, {"model.gguf": path})
 
 
 def stored_part(stored: Stored) -> Part:
@@ -254,25 +289,13 @@ def _weight_bytes(part: Part) -> int:
     return sum(file.size if isinstance(file, Entry) else file.stat().st_size for file in own)
 
 
-def _as_folder(job: Job, head: Part, target: Part) -> Part:
-    """A head as a model folder, which can be quantised: with the config of the model that it is for."""
-    folder = job.folder / f"head-{head.identity}"
-    folder.mkdir(exist_ok=True)
-    config = {**read_json(target.path / "config.json"), "quantization_config": None}  # the head is as it came
-    (folder / "config.json").write_text(json.dumps(config))
-    place = folder / intake.WHOLE
-    if not place.exists():
-        os.symlink(head.path.absolute(), place)
-    return replace(head, path=folder)
-
-
 def _is_shard(name: str) -> bool:
     return name.endswith(".safetensors") and "/" not in name
 
 
 def _is_replaced(name: str, folder: Path) -> bool:
     """Whether a folder of quantised weights has something else in place of this file."""
-    weights = "/" not in name and (intake.is_weights(name) or name == intake.INDEX)
+    weights = "/" not in name and (intake.is_weights(name) or name == INDEX)
     return weights or (folder / name).exists()
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from bough.draft.load import drafter_for
@@ -19,11 +18,7 @@ from bough.models.gguf import GGUFFile
 from bough.models.load import build_model, load_model
 from bough.models.model import Model
 from bough.models.quantize import bits_per_weight
-from bough.models.qwen3_next import Qwen3Next
 from bough.models.weights import SafetensorsFolder
-from bough.store.intake import tensor_names
-
-MTP = "mtp."  # how the tensors of a head that drafts are called
 
 
 class Shapes:
@@ -51,28 +46,12 @@ def skeleton(path: Path, *, dtype: str = "auto", **_: Any) -> Model:
 
 
 def count(path: Path) -> int:
-    """How many weights are in a folder, a GGUF file, or a file with a head."""
-    if path.suffix == ".safetensors":
-        return sum(tensor.numel() for tensor in load_file(path).values())
+    """How many weights are in a folder or a GGUF file."""
     if path.is_file():
         file = GGUFFile(path)
         return sum(math.prod(file.shape(name)) for name in file.names())
     tensors = SafetensorsFolder(path)
     return round(8 * sum(map(tensors.nbytes, tensors.names())) / bits_per_weight(path))
-
-
-def drafter_kind(path: Path) -> str:
-    """What kind of drafter is in a folder or file: assistant, mtp or model."""
-    if path.suffix == ".safetensors":
-        foreign = [name for name in tensor_names(path) if not name.startswith(MTP)]
-        if foreign:
-            raise ModelError(
-                f"{path} is no MTP head, since it has {foreign[0]}; name a folder, or a file of {MTP}* alone"
-            )
-        return "mtp"
-    if path.is_dir() and ModelConfig.from_folder(path).get("model_type") == "gemma4_assistant":
-        return "assistant"
-    return "model"
 
 
 def own_drafter(model: Model) -> str | None:
@@ -83,14 +62,6 @@ def own_drafter(model: Model) -> str | None:
         return None
 
 
-def check_draft(draft: Path, kind: str, target: Model, target_path: Path) -> None:
+def check_draft(draft: Path, target: Model, target_path: Path) -> None:
     """Raise if this cannot draft for the target: another vocabulary or width, or layers that the target has not."""
-    if kind == "mtp":
-        if not isinstance(target, Qwen3Next):
-            raise ModelError(
-                f"{draft} is an MTP head, which Qwen3-Next and Qwen3.5 have; the model is of another family"
-            )
-        target.extra = load_file(draft)
-        MTPHead(target)
-        return
     drafter_for(draft, target, path=target_path, load=skeleton)

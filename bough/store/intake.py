@@ -9,15 +9,13 @@ import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from bough.engine.about import FILE
 from bough.errors import BadWeights, ModelError
 from bough.models.config import read_json
+from bough.models.shards import INDEX, WHOLE, SafetensorsFile
 from bough.models.weights import AGAIN, SafetensorsFolder
 
 ASSISTANT = "assistant"  # the folder in a model's own where its assistant may be
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BESIDE = re.compile(
     r"[\w-][\w.-]*\.(json|jinja|model|tiktoken)|(vocab|merges)\.txt|(LICENSE|NOTICE|COPYING)[\w.-]*", re.A
 )
@@ -67,18 +65,30 @@ def shards(index: Path) -> list[str]:
 
 def files_in(folder: Path) -> Paths:
     """The files of the model in a folder, all of them regular and inside; its assistant's too, if it has one."""
-    names = {each.name for each in folder.iterdir() if not each.is_dir()} if folder.is_dir() else set()
+    names = _names_in(folder) if folder.is_dir() else set()
     if "config.json" not in names:
         raise ModelError(f"{folder} has no config.json; give a folder in the Hugging Face layout or a .gguf file")
-    placed = shards(inside(folder, INDEX)) if INDEX in names and WHOLE not in names else []
-    chosen = beside(names) + weights(names, placed, str(folder))
-    found = {name: inside(folder, name) for name in chosen}
+    found = {name: inside(folder, name) for name in beside(names)} | weights_in(folder)
     check_weights(folder)
     assistant = folder / ASSISTANT
     if (assistant / "config.json").exists():
         inside(folder, ASSISTANT)
         found |= {f"{ASSISTANT}/{name}": path for name, path in files_in(assistant).items()}
     return found
+
+
+def weights_in(path: Path) -> Paths:
+    """The files that the weights in a folder are in, or those of an index; a file is in itself."""
+    if path.is_file() and path.name != INDEX:
+        return {path.name: path}
+    folder = path if path.is_dir() else path.parent
+    names = _names_in(folder)
+    placed = shards(inside(folder, INDEX)) if INDEX in names and WHOLE not in names else []
+    return {name: inside(folder, name) for name in weights(names, placed, str(folder))}
+
+
+def _names_in(folder: Path) -> set[str]:
+    return {each.name for each in folder.iterdir() if not each.is_dir()}
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -111,11 +121,7 @@ def check_weights(folder: Path) -> None:
 
 
 def tensor_names(file: Path) -> list[str]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
-    except (SafetensorError, OSError, ValueError) as error:
-        raise BadWeights(f"{file} is damaged or cut short ({error}); {AGAIN}") from None
+    return list(SafetensorsFile(file).names())
 
 
 def is_weights(name: str) -> bool:

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bough.errors import ModelError, OptionError, RequestError
+from bough.models.shards import INDEX, WHOLE
 from bough.store import intake
 from bough.store.blobs import PIECE, Blobs, Entry, digest_of, sync
 from bough.store.create import Creation, Part, Tell, path_part
@@ -23,7 +25,9 @@ from bough.store.modelfile import Modelfile
 from bough.store.names import LATEST, Name
 from bough.store.store import Store, Stored
 
-ID = re.compile(r"(?:(?:https://)?(?:hf\.co|huggingface\.co)/)?([\w.-]{1,96}/[\w.-]{1,96})(?:@([\w./-]{1,128}))?", re.A)
+ID = re.compile(
+    r"(?:(?:https://)?(?:hf\.co|huggingface\.co)/)?([\w.-]{1,96}/[\w.-]{1,96})(?:[@:]([\w./-]{1,128}))?", re.A
+)
 MAIN = "main"
 TRIES = 5  # to go on with a file after the connection broke, as long as it brings something new
 PATIENCE = 30.0  # seconds without a byte
@@ -32,7 +36,7 @@ PAUSE = 0.5  # seconds before the second try; doubled for each one more
 
 @dataclass(frozen=True, slots=True)
 class HubId:
-    """A repository, at a branch, a tag or a commit."""
+    """A repository, at a branch, a tag or a commit. What `name` makes of it, and lists show, is read as the same."""
 
     repo: str
     revision: str = MAIN
@@ -40,9 +44,9 @@ class HubId:
     @staticmethod
     def maybe(text: str) -> "HubId | None":
         match = ID.fullmatch(text)
-        if match is None or any(part in ("", ".", "..") for part in re.split("[/@]", text.removeprefix("https://"))):
+        if match is None or any(part in ("", ".", "..") for part in re.split("[/@:]", text.removeprefix("https://"))):
             return None
-        return HubId(match[1], match[2] or MAIN)
+        return HubId(match[1], MAIN if text.endswith(f":{LATEST}") else match[2] or MAIN)
 
     @staticmethod
     def parse(text: str) -> "HubId":
@@ -79,6 +83,9 @@ class Remote:
         return expected is None or digest.hexdigest() == expected
 
 
+Fetched = Callable[[Remote, int], None]  # (a file, how many of its bytes are there)
+
+
 def pull(
     store: Store,
     hub: HubId,
@@ -86,6 +93,7 @@ def pull(
     name: Name | None = None,
     file: str | None = None,
     tell: Tell = lambda what, done, total: None,
+    fetched: Fetched = lambda remote, done: None,
 ) -> Stored:
     """Store a model of the hub, under its own name if no other is given. `file` chooses among GGUF files."""
     name = name or hub.name
@@ -96,7 +104,7 @@ def pull(
             part, license = _cached(library, hub, file), None
         else:
             commit, files, license = _listed(library, hub)
-            download = Download(library, hub, commit, files, job.folder / commit, store.blobs, tell)
+            download = Download(library, hub, commit, files, job.folder / commit, store.blobs, tell, fetched)
             download.fetch(download.weights(file))
             part = replace(_part(hub, download.folder, file), named=f"{hub.repo}@{commit}", made=True)
         said = Modelfile(str(hub), license=() if license is None else (license,))
@@ -155,12 +163,8 @@ def _listed(library: Any, hub: HubId) -> tuple[str, dict[str, Remote], str | Non
 
 def _cached(library: Any, hub: HubId, file: str | None) -> Part:
     """The model in the hub's own cache."""
-    try:
+    with _told(library, hub):
         folder = library.snapshot_download(hub.repo, revision=hub.revision, local_files_only=True)
-    except library.errors.LocalEntryNotFoundError:
-        raise RequestError(
-            f"HF_HUB_OFFLINE is set and {hub} is not in the hub's cache on this machine; unset it to download"
-        ) from None
     return _part(hub, Path(folder), file)
 
 
@@ -170,6 +174,12 @@ def _told(library: Any, hub: HubId) -> Iterator[None]:
     errors = library.errors
     try:
         yield
+    except errors.HFValidationError as error:
+        raise OptionError(f"{hub.repo} is no repository of the hub ({error}); check its name") from None
+    except errors.LocalEntryNotFoundError:
+        raise RequestError(
+            f"HF_HUB_OFFLINE is set and {hub} is not in the hub's cache on this machine; unset it to download"
+        ) from None
     except errors.GatedRepoError:
         raise RequestError(
             f"{hub.repo} is gated; accept its terms on its page, and set HF_TOKEN to a token of yours (hf auth login)"
@@ -202,6 +212,7 @@ class Download:
     folder: Path
     blobs: Blobs
     tell: Tell
+    fetched: Fetched
 
     def weights(self, file: str | None) -> list[Remote]:
         """The files that the weights are in, once what goes with them is fetched."""
@@ -216,20 +227,21 @@ class Download:
             names = {name for name in names if "/" not in name}
             if prefix and "config.json" not in names:
                 continue
-            indexed = intake.INDEX in names and intake.WHOLE not in names
-            beside = [*intake.beside(names), *([intake.INDEX] if indexed else [])]
+            indexed = INDEX in names and WHOLE not in names
+            beside = [*intake.beside(names), *([INDEX] if indexed else [])]
             self.fetch([self.files[prefix + name] for name in beside])
-            placed = intake.shards(self.folder / prefix / intake.INDEX) if indexed else []
+            placed = intake.shards(self.folder / prefix / INDEX) if indexed else []
             chosen = intake.weights(names, placed, str(self.hub))
-            found += [self.files[prefix + name] for name in chosen if name != intake.INDEX]
+            found += [self.files[prefix + name] for name in chosen if name != INDEX]
         return found
 
     def fetch(self, files: list[Remote]) -> None:
         """Fetch files; what of them is there already, or in the store, is not asked for."""
         what, done, total = f"pulling {self.hub}", 0, sum(each.size for each in files)
 
-        def tell(now: int) -> None:
+        def tell(remote: Remote, now: int) -> None:
             self.tell(what, done + now, total)
+            self.fetched(remote, now)
 
         for each in files:
             place = self.folder / each.name
@@ -237,9 +249,9 @@ class Download:
             if not place.exists() and not self._is_stored(each, place):
                 url = self.library.hf_hub_url(self.hub.repo, each.name, revision=self.commit, endpoint=_endpoint())
                 with _told(self.library, self.hub):
-                    _fetch_one(self.library, url, each, place, tell)
+                    _fetch_one(self.library, url, each, place, partial(tell, each))
+            tell(each, each.size)
             done += each.size
-            tell(0)
 
     def _is_stored(self, remote: Remote, place: Path) -> bool:
         """Whether a file could be taken from the store, where another model has it."""

@@ -163,7 +163,11 @@ class Store:
                 self.blobs.link(entry, beside / path)
             if beside is not tree:
                 self._trees.mkdir(parents=True, exist_ok=True)
-                os.rename(beside, tree)
+                try:
+                    os.rename(beside, tree)
+                except OSError:
+                    if not tree.is_dir():  # or else another made the same meanwhile, and ours goes with the job
+                        raise
                 sync_folder(self._trees)
             self._write(name, Stored(name, digest, dict(files), time.time(), tree))
         return self.get(name)
