@@ -86,13 +86,12 @@ def delta_decode(run: Run) -> None:
 
 
 def delta_layer(run: Run, data: Tensor, order: list[int]) -> None:
-    """Convolution, gates, rule and norm, of one token a row."""
+    """Gates, rule and norm, of one token a row."""
     channels = 2 * K_HEADS * WIDTH + HEADS * WIDTH
     layer = ops.DeltaLayer(
-        torch.randn(4, channels, device=DEVICE), -torch.rand(HEADS, device=DEVICE), torch.randn(HEADS, device=DEVICE),
+        -torch.rand(HEADS, device=DEVICE), torch.randn(HEADS, device=DEVICE),
         torch.randn(WIDTH, device=DEVICE, dtype=LOW), 1e-6,
     )  # fmt: skip
-    tails = torch.randn(140, 3, channels, device=DEVICE, dtype=LOW)
     for rows in (1, 16, 64):
         projected = [
             torch.randn(rows, width, device=DEVICE, dtype=LOW) for width in (channels, HEADS * WIDTH, HEADS, HEADS)
@@ -100,12 +99,10 @@ def delta_layer(run: Run, data: Tensor, order: list[int]) -> None:
         shape, slots = Rows((1,) * rows, (1,) * rows), (tuple(order[:rows]), tuple(order[rows : 2 * rows]))
 
         def work(projected: list = projected, shape: Rows = shape, slots: tuple = slots) -> Tensor:
-            return kernels.gated_delta_layer(
-                *projected, layer, K_HEADS, shape, Slots(tails, *slots), Slots(data, *slots)
-            )
+            return kernels.gated_delta_layer(*projected, layer, K_HEADS, shape, Slots(data, *slots))
 
         run.figure(
-            f"gated-delta layer without its projections, decode, {rows} rows", graph_us=graph(work),
+            f"gated-delta layer without projections and convolution, decode, {rows} rows", graph_us=graph(work),
             floor_us=2 * rows * data[0].nbytes / run.rate,
         )  # fmt: skip
 

@@ -158,7 +158,7 @@ def _asked(engine: Engine, prompts: list[list[int]], params: SamplingParams, aga
 class Told:
     """Drafts what it is told follows, or something else."""
 
-    kinds, lag = (), 0
+    kinds, lag, reads_hidden = (), 0, False
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary, self.known, self.shift = vocabulary, list[int](), 0

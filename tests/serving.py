@@ -68,11 +68,11 @@ def held(engine: Engine, after: int = 0) -> Iterator[None]:
     runner, goes_on = engine._runner, threading.Event()
     forward, left = runner.forward, after
 
-    def wait(*given: Any) -> Any:
+    def wait(*given: Any, **options: Any) -> Any:
         nonlocal left
         left -= 1
         assert left >= 0 or goes_on.wait(PATIENCE), "nobody let the engine go on"
-        return forward(*given)
+        return forward(*given, **options)
 
     runner.forward = wait
     try:

@@ -72,7 +72,7 @@ def _saved(family: str, folder: Path) -> Path:
 class Written:
     """Drafts by what a function makes of the text so far. Keeps nothing but texts."""
 
-    kinds, lag = (), 0
+    kinds, lag, reads_hidden = (), 0, False
 
     def __init__(self, guess: Callable[[list[int], int], object]) -> None:
         self.guess, self.texts = guess, {}  # type: ignore[var-annotated]

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bough.ops import Mask, Pages, Rows, attention, write_pages
+from bough.ops import Mask, Pages, Rows, attention, gated, write_pages
+from bough.ops.spans import FEW, SPAN, divided, most_spans
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
@@ -283,3 +284,31 @@ def test_keys_of_a_narrower_dtype():
     write_pages(k[new], v[new], pages_again)  # rounds as it writes
     for stored in (pages, pages_again):
         assert torch.equal(attention(q, case.rows, stored=stored, **case.options), same)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("counts", [MIXED.counts, (1,) * 5, (0,) * 5])
+def test_a_gate_multiplies_what_is_seen(counts, dtype):
+    case = Case(Rows(counts, MIXED.history), v_dim=6, dtype=dtype)
+    q, k, v = case.tensors()
+    gate = torch.randn(case.rows.total, case.heads, case.v_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for keys in ({"explicit": (k, v)}, {"stored": paged(case, k, v)}):
+        seen = attention(q, case.rows, **keys, **case.options)
+        assert torch.equal(attention(q, case.rows, **keys, gate=gate, **case.options), gated(gate, seen, torch.sigmoid))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, FEW + 2), st.integers(0, 5000)), min_size=1, max_size=20),
+    st.none() | st.integers(1, 2000),
+    st.integers(1, 200),
+)
+def test_spans_share_out_all_keys_evenly(lengths, window, programs):
+    """No span is empty where the keys from a multiple of SPAN on are shared out, so many at a time."""
+    counts, history = zip(*lengths, strict=True)
+    parts = divided(counts, history, window, programs)
+    assert len(parts.row) == parts.used.sum() <= most_spans(len(lengths), programs)
+    for row, (count, before) in enumerate(lengths):
+        used = int(parts.used[row])
+        assert (used > 0) == (0 < count <= FEW) and (parts.row == row).sum() == used
+        low = 0 if window is None else max(0, before - window + 1) // SPAN * SPAN
+        assert used <= -(-(before + count - low) // SPAN)

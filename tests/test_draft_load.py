@@ -200,7 +200,7 @@ def test_padding_may_differ(tmp_path, hybrid, hybrid_folder):
 
 class Own:
     kinds = ()
-    lag = 0
+    lag, reads_hidden = 0, False
 
     def committed(self, rows) -> None: ...
 

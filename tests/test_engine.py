@@ -457,10 +457,10 @@ def test_prefilled_grows_to_the_prompt(engine, monkeypatch):
     submitted, seen = threading.Event(), []
     forward = type(engine._runner).forward
 
-    def watched(runner, *args):
+    def watched(runner, *args, **options):
         submitted.wait()
         seen.append(handle.prefilled)
-        return forward(runner, *args)
+        return forward(runner, *args, **options)
 
     monkeypatch.setattr(type(engine._runner), "forward", watched)
     handle = engine.submit([5] * 100, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))

@@ -6,6 +6,8 @@ says, without a graph.
 
 import sys
 from contextlib import contextmanager
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +17,11 @@ from test_triton import DEVICE, kernels, plain_numbers  # noqa: F401 (a fixture)
 from bough.engine.runner import Runner
 from bough.models.load import load_model
 from bough.state.fixed import Fixed
-from bough.state.graphs import Graphs, bucket
+from bough.state.graphs import Captured, Graphs, bucket
 from bough.state.layout import Layout
 from bough.state.live import State
 from bough.state.pool import Pool
+from bough.state.recordings import Recordings, halves
 from bough.state.transaction import commit
 
 SHAPE = {
@@ -65,7 +68,7 @@ class Pair:
     def _runner(self, folder, device: str) -> Runner:
         model = load_model(folder, dtype="float32", device=device)
         layout = Layout.of(model.kinds, page_tokens=4, dtype=model.dtype)
-        return Runner(model, Pool(layout, 60 * layout.slab_bytes, max_running=8, device=model.device))
+        return Runner(model, Pool(layout, 240 * layout.slab_bytes, max_running=8, device=model.device))
 
     def start(self, tokens: list[int]) -> None:
         pair = State(self.plain.pool), State(self.fast.pool)
@@ -74,34 +77,45 @@ class Pair:
             for state, runner in zip(pair, (self.plain, self.fast), strict=True):
                 runner.forward([(state, tokens)], [0])
 
-    def step(self, tokens: list[list[int]], monkeypatch) -> None:
-        """Feed all, and compare the logits."""
-        wanted = [len(each) for each in tokens]
+    def step(self, tokens: list[list[int]], rows: list[int] | None = None) -> None:
+        """Feed some, or all, and compare the logits."""
+        wanted, fed = [len(each) for each in tokens], [self.states[row] for row in rows or range(len(self.states))]
         expected, ours = (
-            runner.forward([(pair[side], some) for pair, some in zip(self.states, tokens, strict=True)], wanted)[1]
-            for side, runner in ((0, self.plain), (1, self._by_kernels(monkeypatch)))
+            runner.forward([(pair[side], some) for pair, some in zip(fed, tokens, strict=True)], wanted)[1]
+            for side, runner in ((0, self.plain), (1, self.fast))
         )
         torch.testing.assert_close(ours.cpu(), expected, rtol=1e-3, atol=2e-4)
 
-    def _by_kernels(self, monkeypatch) -> Runner:
-        if DEVICE == "cpu":
-            graphs = self.fast.graphs
+    def draft(self, tokens: list[list[int]], kept: list[int], rows: list[int]) -> None:
+        opened = [[state.begin() for state in self.states[row]] for row in rows]
+        self.step(tokens, rows)
+        for side in range(2):
+            commit([(pair[side], count) for pair, count in zip(opened, kept, strict=True)])
+        self.fast.pool.check()
 
-            def interpreted(step):
-                fixed = Fixed(graphs.pool, bucket(len(step.rows.counts)), max(step.rows.counts), graphs.context)
-                fixed.fill(step)
-                over = fixed.step(recorded=step.recordings is not None)
-                with by_kernels():
-                    hidden, logits = graphs.compute(over, None)
-                for key, recording in (over.recordings or {}).items():
-                    step.recordings[key].inputs = recording.inputs
-                return hidden[: step.rows.total], logits[: step.rows.total]
 
-            compute = Graphs.__call__
-            monkeypatch.setattr(
-                Graphs, "__call__", lambda self, step: interpreted(step) if self is graphs else compute(self, step)
-            )
-        return self.fast
+def without_graphs(graphs: Graphs, monkeypatch) -> None:
+    """Where there is no CUDA, steps that would be captured are computed anew whenever they would be replayed."""
+
+    def capture(rows: int, each: int, recorded: bool, like: None) -> Captured:
+        step = Fixed(graphs.pool, rows, each, graphs.context).step(recorded=recorded)
+
+        def compute() -> tuple[torch.Tensor, torch.Tensor]:
+            with by_kernels():
+                return graphs.compute(step, None)
+
+        hidden, logits = compute()
+
+        def replay() -> None:
+            for kept, made in zip((hidden, logits), compute(), strict=True):
+                kept.copy_(made)
+
+        both = halves(graphs.pool, step.recordings.parts) if recorded and step.recordings else None
+        return Captured(SimpleNamespace(replay=replay), step.numbers, None, hidden, logits, both)
+
+    monkeypatch.setattr(graphs, "_memory", (0, 0))
+    monkeypatch.setattr(graphs, "_capture", capture)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
 
 
 @contextmanager
@@ -116,25 +130,102 @@ def by_kernels():
         yield
 
 
+@pytest.fixture
+def pair_of(tmp_path, monkeypatch):
+    def made(family) -> Pair:
+        model = family()
+        randomise(model, spread=0.2)
+        remember(model)
+        pair = Pair(save(model, tmp_path))
+        if DEVICE == "cpu":
+            without_graphs(pair.fast.graphs, monkeypatch)
+        return pair
+
+    return made
+
+
 @kernels
 @pytest.mark.parametrize("family", [qwen3_5, gemma3, lfm2])
-def test_padded_steps_equal_the_readable_ones(family, tmp_path, monkeypatch):
-    model = family()
-    randomise(model, spread=0.2)
-    remember(model)
-    pair = Pair(save(model, tmp_path))
+def test_padded_steps_equal_the_readable_ones(family, pair_of):
+    pair = pair_of(family)
     for tokens in ([], list(range(5)), list(range(7, 30))):
         pair.start(tokens)
-    pair.step([[3], [4], [5]], monkeypatch)
-    pair.step([[3, 9], [4], [5, 6, 7]], monkeypatch)
+    pair.step([[3], [4], [5]])
+    pair.step([[3, 9], [4], [5, 6, 7]])
     transactions = [[state.begin() for state in states] for states in pair.states[1:]]
-    pair.step([[1], [4, 8, 2], [5, 6]], monkeypatch)  # the first row is not in a transaction
-    for kept, (plain, fast) in zip((2, 1), transactions, strict=True):
-        plain.commit(kept)
-        with by_kernels():
-            commit([(fast, kept)])
-    pair.step([[3], [4], [5]], monkeypatch)
+    pair.step([[1], [4, 8, 2], [5, 6]])  # the first row is not in a transaction
+    for kept, both in zip((2, 1), transactions, strict=True):
+        for each in both:
+            each.commit(kept)
+    pair.step([[3], [4], [5]])
     pair.fast.pool.check()
+
+
+@kernels
+@pytest.mark.parametrize("family", [qwen3_5, lfm2])
+def test_a_round_does_the_commit_of_the_round_before(family, pair_of, monkeypatch):
+    """No slot is written in between, unless somebody looks at it."""
+    settled = []
+    settle = Recordings._replay
+    monkeypatch.setattr(Recordings, "_replay", lambda self, rows: settled.append(len(rows)) or settle(self, rows))
+    pair = pair_of(family)
+    for tokens in ([1, 2, 3], [4, 5], []):
+        pair.start(tokens)
+    fast = [states[1] for states in pair.states]
+    for kept in ([2, 0, 1], [1, 2, 3], [3, 1, 2]):
+        settled.clear()
+        pair.draft([[1, 2, 3], [4, 5, 6], [7, 8, 9]], kept, [0, 1, 2])
+        assert [state.owes is not None for state in fast] == [count > 0 for count in kept]
+        assert settled == [count for count in [sum(count > 0 for count in kept)] if count]  # the readable ones alone
+    settled.clear()
+    pair.draft([[1, 2, 3], [4, 5, 6]], [1, 1], [0, 1])  # of other rows there is another graph: all settle for it
+    assert fast[2].owes is not None and sum(settled) == 2 + 2
+    settled.clear()
+    pair.states.append(tuple(states.fork() for states in pair.states[2]))  # whoever looks finds it done
+    assert fast[2].owes is None and settled == [1]
+    settled.clear()
+    fast[0].release()  # who goes owes nothing
+    assert fast[0].owes is None and not settled
+    pair.states[0][0].release()
+    pair.step([[3], [4], [5]], [1, 2, 3])
+    pair.fast.pool.check()
+
+
+@kernels
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 30))])
+@pytest.mark.parametrize("family", [qwen3_5, lfm2])
+def test_random_rounds(family, seed, pair_of):
+    draw, pair = Random(seed), pair_of(family)
+    for tokens in ([1, 2, 3], [], list(range(20)), [4]):
+        pair.start(tokens)
+    for _ in range(8):
+        rows = sorted(draw.sample(range(4), draw.choice([2, 3, 3, 4])))
+        tokens = [[draw.randrange(61) for _ in range(draw.randint(1, 3))] for _ in rows]
+        match draw.choice(["draft", "draft", "draft", "plain", "fork", "long", "snapshot"]):
+            case "draft":
+                pair.draft(tokens, [draw.randint(0, len(each)) for each in tokens], rows)
+            case "plain":
+                pair.step(tokens, rows)
+            case "long":
+                pair.step([[*some, *range(12)] for some in tokens], rows)
+            case "fork":
+                kept, gone = rows[0], rows[-1]
+                for state in pair.states[gone]:
+                    state.release()
+                pair.states[gone] = tuple(state.fork() for state in pair.states[kept])
+            case "snapshot":  # what is saved of a state is what it was, whatever comes after
+                states = pair.states[rows[0]]
+                length = states[0].length
+                saved = [state.snapshot(0) for state in states]
+                pair.step([tokens[0]], rows[:1])
+                for state, one in zip(states, saved, strict=True):
+                    if one is not None and length:
+                        state.restore([one], length)
+                        one.close()
+                    else:
+                        state.rewind(0) if not length else None
+        pair.fast.pool.check()
+    pair.step([[draw.randrange(61)] for _ in range(4)])
 
 
 @pytest.mark.parametrize("family", [qwen3_5, gemma3])

@@ -82,7 +82,7 @@ class Always:
 class Told:
     """Drafts what it was told that texts go on with; changed in places, or on the device, if asked for."""
 
-    kinds, lag = (), 0
+    kinds, lag, reads_hidden = (), 0, False
 
     def __init__(self, known, *, wrong: float = 0.0, on_device: bool = False) -> None:
         self.known, self.wrong, self.on_device = [list(each) for each in known], wrong, on_device

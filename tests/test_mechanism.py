@@ -485,13 +485,13 @@ def test_a_commit_without_recordings_changes_nothing():
     state = grown(model, pool, tokens)
     transaction = state.begin()
     feed(model, (state, (1, 2)))
-    lost = transaction.recordings[DELTA, "delta"].inputs
-    transaction.recordings[DELTA, "delta"].inputs = ()
+    recording = transaction.recordings.parts[DELTA, "delta"]
+    lost, recording.inputs = recording.inputs, ()
     before = dump(pool)
     with pytest.raises(StateError, match=f"not recorded, of layer {DELTA}"):
         transaction.commit(2)
     assert dump(pool) == before
-    transaction.recordings[DELTA, "delta"].inputs = lost
+    recording.inputs = lost
     transaction.commit(2)
     check(model, state, (*tokens, 1, 2))
 
@@ -502,7 +502,7 @@ def test_a_replay_that_fails_breaks_the_state_and_nothing_else():
     state, other = grown(model, pool, tokens), grown(model, pool, tokens[:5])
     transaction = state.begin()
     feed(model, (state, (1, 2)))
-    transaction.recordings[DELTA, "delta"].inputs = (np.zeros(2),) * 4
+    transaction.recordings.parts[DELTA, "delta"].inputs = (np.zeros(2),) * 4
     with pytest.raises(ValueError, match="unpack"):
         transaction.commit(2)
     with pytest.raises(StateError, match="closed"):
@@ -542,7 +542,7 @@ def test_a_draft_costs_rows_of_inputs_not_states():
             assert used(pool)[2] == slots
             kept = {
                 e.untyped_storage().data_ptr(): e.untyped_storage().nbytes()
-                for r in transaction.recordings.values()
+                for r in transaction.recordings.parts.values()
                 for e in r.inputs
             }
             assert sum(kept.values()) == sizes[-1], "whatever the inputs were part of is not kept"

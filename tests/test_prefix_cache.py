@@ -189,10 +189,10 @@ def test_a_prefix_is_shared_while_its_first_owner_still_writes(family, watched):
     prompt, later = some(23), []
     forward = watched.engine._runner.forward
 
-    def submit_in_between(*args):
+    def submit_in_between(*args, **options):
         if watched.steps == 5:
             later.append(watched.engine.submit(prompt, params(2, seed=4)))
-        return forward(*args)
+        return forward(*args, **options)
 
     watched.engine._runner.forward = submit_in_between
     (out,) = watched.ask([(prompt, params(30, ignore_eos=True))])

@@ -391,10 +391,10 @@ def test_no_room_for_what_was_read(family, opened):
     long = params(20, ignore_eos=True)
     forward = watched.engine._runner.forward
 
-    def let_go(*args):
+    def let_go(*args, **options):
         if watched.steps == begun + 6:
             gate.open.set()
-        return forward(*args)
+        return forward(*args, **options)
 
     begun, watched.engine._runner.forward = watched.steps, let_go
     (out,) = watched.ask([(some(39, seed=1), long)])

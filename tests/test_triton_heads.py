@@ -122,24 +122,21 @@ def test_a_recorded_delta_layer(weak, dtype):
     k_heads, heads, dk, dv = 2, 4, 16, 8
     widths = (2 * k_heads * dk + heads * dv, heads * dv, heads, heads)
     projected = [torch.randn(rows.total, width).to(dtype) for width in widths]
-    shapes = (4, widths[0]), (heads,), (heads,), (dv,)
-    taps, rate, dt_bias, norm = (torch.randn(shape) for shape in shapes)
-    weights = taps, -rate.abs(), dt_bias - 16 * weak, norm.to(dtype)
-    parts = pool(6, 3, widths[0], dtype=dtype), pool(6, heads, dk, dv)
+    rate, dt_bias, norm = (torch.randn(shape) for shape in (heads, heads, dv))
+    weights, states = (-rate.abs(), dt_bias - 16 * weak, norm.to(dtype)), pool(6, heads, dk, dv)
 
-    def run(op, place: str, parts: list[Tensor]) -> tuple[Tensor, list[Slots]]:
-        slots = [Slots(part, (1, 2, 3), (0, 2, 0), (), recorded, Recording()) for part in parts]
+    def run(op, place: str, states: Tensor) -> tuple[Tensor, Slots]:
+        slots = Slots(states, (1, 2, 3), (0, 2, 0), (), recorded, Recording())
         layer = DeltaLayer(*(each.to(place) for each in weights), 1e-6)
-        return op(*(each.to(place) for each in projected), layer, k_heads, rows, *slots), slots
+        return op(*(each.to(place) for each in projected), layer, k_heads, rows, slots), slots
 
-    want, expected = run(ops.gated_delta_layer, "cpu", [part.cpu().clone() for part in parts])
-    out, slots = run(twin.gated_delta_layer, DEVICE, parts)
+    want, theirs = run(ops.gated_delta_layer, "cpu", states.cpu().clone())
+    out, ours = run(twin.gated_delta_layer, DEVICE, states)
     loose = dtype != torch.float32  # of low precision, a rounding or two
     close(out.cpu(), want, 4e-2 if loose else 2e-5)
-    for ours, theirs in zip(slots, expected, strict=True):
-        close(ours.data[1:].cpu(), theirs.data[1:], 5e-3 if loose else 2e-5)  # all but the scratch slot
-        assert ours.recording.tokens == 13
-        for mine, other in zip(ours.recording.inputs, theirs.recording.inputs, strict=True):
-            close(mine.cpu(), other, 1e-2 if loose else 2e-5)
-    g, exact = (each[1].recording.inputs[1].cpu().double() for each in (slots, expected))
+    close(ours.data[1:].cpu(), theirs.data[1:], 5e-3 if loose else 2e-5)  # all but the scratch slot
+    assert ours.recording.tokens == 13
+    for mine, other in zip(ours.recording.inputs, theirs.recording.inputs, strict=True):
+        close(mine.cpu(), other, 1e-2 if loose else 2e-5)
+    g, exact = (each.recording.inputs[1].cpu().double() for each in (ours, theirs))
     assert ((g - exact).abs() <= 1e-5 * exact.abs()).all()

@@ -7,10 +7,13 @@ from importlib import import_module
 import pytest
 import torch
 import torch.nn.functional as F
+from test_fixed import by_kernels
 from test_triton import DEVICE, HERE, LOW, kernels, plain_numbers
 from test_triton_experts import poisoned_memory
 
 from bough import ops
+from bough.ops.deferred import Normed, Product
+from bough.ops.ragged import Rows, Slots
 
 __all__ = ["plain_numbers"]  # a fixture that all tests here use
 
@@ -59,7 +62,7 @@ def test_product(how, cut, rows, outputs, inputs, biased, dtype):
     x, weight, bias = made(rows, outputs, inputs, dtype)
     bias = bias if biased else None
     with poisoned_memory():
-        ours = getattr(twin, how)(x, weight, bias, twin.Cut(*cut))
+        ours = getattr(twin, how)(x, twin.Work(weight, twin.Rest(bias)), twin.Cut(*cut))
     near(ours, F.linear(x, weight, bias), exactly(x, weight, bias))
 
 
@@ -70,10 +73,99 @@ def test_product(how, cut, rows, outputs, inputs, biased, dtype):
 def test_gated_product(how, cut, rows, outputs, inputs, dtype, activation):
     x, weight, _ = made(rows, outputs, inputs, dtype)
     with poisoned_memory():
-        ours = getattr(twin, how)(x, weight, None, twin.Cut(*cut), twin.ACTIVATIONS[activation])
+        work = twin.Work(weight, activation=twin.ACTIVATIONS[activation])
+        ours = getattr(twin, how)(x, work, twin.Cut(*cut))
     theirs = ops.gated(*ops.linear(x, weight).chunk(2, -1), activation)
     gate, up = exactly(x, weight).chunk(2, -1)
     near(ours, theirs, activation(gate) * up)
+
+
+def normed_exactly(x, weight, onto, scale, eps):
+    """The sum, and its norm."""
+    total = exactly(x, weight) + onto.double()
+    normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
+    return total, normed if scale is None else normed * scale.double()
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize(("how", "cut", "rows", "outputs", "inputs"), CASES)
+def test_half_a_norm_in_the_product_before_it(how, cut, rows, outputs, inputs, scaled, dtype):
+    x, weight, _ = made(rows, outputs, inputs, dtype)
+    onto = torch.randn(rows, outputs + 8, device=DEVICE).to(dtype)[:, 8:]
+    scale = torch.randn(outputs, device=DEVICE) + 1 if scaled else None
+    with poisoned_memory():
+        total, squares = x.new_empty(onto.shape), onto.new_empty(-(-outputs // cut[0]), rows, dtype=torch.float32)
+        rest = twin.Rest(onto=onto, onto_stride=onto.stride(0), scale=scale, total=total, squares=squares)
+        out = getattr(twin, how)(x, twin.Work(weight, rest), twin.Cut(*cut))
+    sums, exact = normed_exactly(x, weight, onto, scale, 1e-6)
+    theirs = ops.Norm(scale, 1e-6, rounded=False).whole(onto, F.linear(x, weight))
+    near(total, theirs[0], sums)
+    near(Normed(out, squares, 1e-6).made(), theirs[1], exact)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@pytest.mark.parametrize("activation", [None, F.silu])
+@pytest.mark.parametrize(("how", "cut", "rows", "outputs", "inputs"), [each for each in CASES if each[3] % 2 == 0])
+def test_half_a_norm_in_the_product_after_it(how, cut, rows, outputs, inputs, activation, dtype):
+    x, weight, bias = made(rows, outputs, inputs, dtype)
+    parts = torch.randn(rows, inputs, device=DEVICE).square().unflatten(1, (-1, 4)).sum(-1).T.contiguous()
+    normed = Normed(x, parts, 0.1)
+    root = torch.rsqrt(parts.double().sum(0) / inputs + 0.1)[:, None]
+    bias = None if activation else bias
+    named = twin.ACTIVATIONS[activation] if activation else None
+    with poisoned_memory():
+        ours = getattr(twin, how)(normed, twin.Work(weight, twin.Rest(bias), named), twin.Cut(*cut))
+    theirs, exact = F.linear(normed.made(), weight, bias), exactly(x.double() * root, weight, bias)
+    if activation:
+        theirs, exact = (activation(each.chunk(2, -1)[0]) * each.chunk(2, -1)[1] for each in (theirs, exact))
+    near(ours, theirs, exact)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@pytest.mark.parametrize("channels", [24, 38, 40])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_convolution_in_the_product_before_it(count, channels, dtype, monkeypatch):
+    """Rows move their slot on, go to another, or are the first."""
+    x, weight, _ = made(count, 40, 96, dtype)
+    taps, data = torch.randn(3, channels, device=DEVICE), torch.randn(8, 2, channels, device=DEVICE).to(dtype)
+    x[-1] = 1.0
+    rows = Rows((1,) * count, (3, 0, 4, 4, 1)[:count])
+    tails, others = (Slots(each, (2, 3, 4, 4, 6)[:count], (2, 3, 5, 4, 1)[:count]) for each in (data, data.clone()))
+    monkeypatch.setattr(import_module("bough.ops.triton"), "few", lambda x, weight: True)  # in any dtype
+    want = ops.projected_conv(x, weight, taps, rows, stored=others, activation=F.silu)
+    with by_kernels(), poisoned_memory():
+        ours = ops.projected_conv(x, weight, taps, rows, stored=tails, activation=F.silu)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for mine, theirs in zip((*ours, tails.data), (*want, others.data), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
+
+
+@kernels
+@pytest.mark.parametrize("rows", [1, 5, 30])
+def test_a_norm_between_products_is_left_to_them(rows, monkeypatch):
+    """What ops make of it where twins are, and where they are not."""
+    x, weight, _ = made(rows, 40, 96, LOW)
+    onto, after = torch.randn(rows, 40, device=DEVICE).to(LOW), torch.randn(64, 40, device=DEVICE).to(LOW)
+    norm = ops.Norm(torch.randn(40, device=DEVICE), 1e-6, rounded=False)
+    total, normed = norm.after(onto, F.linear(x, weight))
+    theirs = [total, F.linear(normed, after), ops.gated(*F.linear(normed, after).chunk(2, -1), F.silu)]
+    monkeypatch.setattr(import_module("bough.ops.triton"), "few", lambda x, weight: True)  # in any dtype
+    with by_kernels(), poisoned_memory():
+        left = ops.later(x, weight)
+        alone = ops.made(left)
+        total, normed = norm.after(onto, left)
+        ours, gated = ops.linear(normed, after), ops.gated_linear(normed, after, None, F.silu)
+    assert isinstance(left, Product) and isinstance(normed, Normed)
+    near(alone, F.linear(x, weight), exactly(x, weight))
+    sums, exact = normed_exactly(x, weight, onto, norm.weight, 1e-6)
+    near(total, theirs[0], sums)
+    near(ours, theirs[1], exactly(exact, after))
+    gate, up = exactly(exact, after).chunk(2, -1)
+    near(gated, theirs[2], F.silu(gate) * up)
 
 
 @kernels
@@ -85,7 +177,7 @@ def test_the_cut_that_is_chosen(rows):
     near(ours, F.linear(x, weight, bias), exactly(x, weight, bias))
     gate, up = exactly(x, weight).chunk(2, -1)
     near(gated, ops.gated(*F.linear(x, weight).chunk(2, -1), F.silu), F.silu(gate) * up)
-    assert twin._arrivals(x.device).count_nonzero() == 0
+    assert twin.arrivals(x.device).count_nonzero() == 0
 
 
 @kernels

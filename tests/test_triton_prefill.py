@@ -13,7 +13,7 @@ from bough.ops import Pages, Rows
 __all__ = ["plain_numbers"]  # a fixture that all tests here use
 
 if HERE:
-    from bough.ops.triton import prefill
+    from bough.ops.triton import library, prefill
 
 
 PAGE = 8
@@ -112,8 +112,11 @@ def seen(q, k, v, scale, causal):
 @kernels
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 def test_each_row_takes_one_way_or_the_other(monkeypatch, dtype):
-    monkeypatch.setattr(prefill, "_by_library", lambda q, rows, stored, row, window, softcap: row == 3 or row == 4)
-    monkeypatch.setattr(prefill, "by_library", lambda q, k, v, scale: seen(q, k, v, scale, True)[0].to(q.dtype))
+    def by_library(q, k, v, out, scale):
+        out.copy_(seen(q, k, v, scale, True)[0])
+
+    monkeypatch.setattr(prefill, "is_served", lambda q, rows, stored, row, window, softcap: row == 3 or row == 4)
+    monkeypatch.setattr(prefill, "by_library", by_library)
     pages = filled(ROWS, None, 2, 16, 16, dtype)
     q = torch.randn(ROWS.total, 6, 16).to(DEVICE, dtype)
     out = torch.full_like(q, 7.0)
@@ -125,19 +128,48 @@ def test_each_row_takes_one_way_or_the_other(monkeypatch, dtype):
 
 
 @kernels
-@pytest.mark.parametrize("history", [0, 16])
+@pytest.mark.parametrize("history", [0, 8, 40])
 def test_blocks_are_joined_by_what_they_weigh(monkeypatch, history):
     """The library's part is computed here as it is defined, unless there is a device that has the library."""
 
     def part(q, k, v, scale, *, causal):
         out, log = seen(q, k, v, scale, causal)
-        return out.transpose(0, 1)[None].float(), log[None, :, :, None].float()
+        return out.float(), log.float()
 
-    monkeypatch.setattr(prefill, "BLOCK", 8)
+    monkeypatch.setattr(library, "BLOCK", 8)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     if DEVICE == "cpu":
-        monkeypatch.setattr(prefill, "_part", part)
+        monkeypatch.setattr(library, "_part", part)
     q = torch.randn(24, 4, 64).to(DEVICE, dtype)
     k, v = (torch.randn(24 + history, 2, 64).to(DEVICE, dtype) for _ in range(2))
-    ours, want = prefill.by_library(q, k, v, 0.125), seen(q, k, v, 0.125, True)[0]
+    ours = torch.empty_like(q)
+    library.by_library(q, k, v, ours, 0.125)
+    want = seen(q, k, v, 0.125, True)[0]
     assert (ours.double() - want).abs().max() < (1e-5 if DEVICE == "cpu" else 2e-2)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_the_mean_of_parts(dtype, parts):
+    """Also of such that weigh all or nothing, and wherever they and the mean are."""
+    said = torch.randn(parts, 3, 9, 2 * 20).to(DEVICE, dtype)[..., :20].transpose(1, 2)  # [parts, n, H, d]
+    log = torch.randn(parts, 3, 9).to(DEVICE) * torch.tensor([1.0, 30.0, 2000.0]).to(DEVICE)[:, None]
+    out, total = torch.full((9, 5, 24), 7.0).to(DEVICE, dtype), torch.empty(3, 9, device=DEVICE)
+    library._joined(list(zip(said, log, strict=True)), out[:, 1:4, 2:22], total)
+    weight = log.double().softmax(0).transpose(1, 2)[..., None]
+    close = {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-3}
+    torch.testing.assert_close(out[:, 1:4, 2:22].double(), (weight * said.double()).sum(0), **close)
+    torch.testing.assert_close(total.double(), log.double().logsumexp(0), rtol=1e-6, atol=1e-5)
+    out[:, 1:4, 2:22] = 7
+    assert (out == 7).all()
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+def test_keys_are_gathered_as_spans_are(monkeypatch, dtype):
+    monkeypatch.setattr(library, "TILE", 128)
+    pages = filled(ROWS, None, 3, 20, 20, dtype)
+    for row, keys in ((1, 79), (3, 12), (4, 48), (2, 1)):
+        for ours, want in zip(library.gathered(pages, row, keys), pages.span(row, 0, keys), strict=True):
+            assert torch.equal(ours, want)

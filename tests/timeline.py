@@ -112,14 +112,14 @@ class Watched:
         self._forward = watched._runner.forward
         watched._runner.forward = self._watch  # type: ignore[method-assign]
 
-    def _watch(self, batch, *rest):
+    def _watch(self, batch, *rest, **options):
         self.steps += 1
         self.fed += sum(len(tokens) for _, tokens in batch)
         for handle, at in self.cancels:
             if at <= self.steps:
                 handle.cancel()
         self.engine._check()
-        return self._forward(batch, *rest)
+        return self._forward(batch, *rest, **options)
 
     def ask(self, requests: list[tuple[list[int], SamplingParams]], cancels: list[int | None] | None = None) -> list:
         """Submit all before the engine sees the first; the outputs. Some are cancelled in a step from now on."""

@@ -39,7 +39,8 @@ class Grown:
 
     The last of them need not have been fed to the target yet. `hidden` [h, width] are the target's rows of the tokens
     before the last h of `tokens`, so that each row stands beside the token that followed it. There are as many as the
-    engine has: one less at the start of a text, and one less where it was resumed without the row before.
+    engine has: one less at the start of a text, and one less where it was resumed without the row before; none for a
+    drafter that does not read them.
     """
 
     sequence: int  # a number that no other sequence ever has; a fork is another sequence
@@ -83,6 +84,10 @@ class Drafter(Protocol):
     @property
     def lag(self) -> int:
         """Which token of a text its state is fed first: an MTP head pairs token 1 with the row of token 0."""
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it is told the target's hidden rows; where nobody is, most are not computed."""
 
     def committed(self, rows: Sequence[Grown]) -> None:
         """Texts have grown. Told in order and without gaps; what was drafted and not accepted is never told."""

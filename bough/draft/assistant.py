@@ -15,7 +15,7 @@ class AssistantDrafter:
     """Drafts from the K and V of the target's states, gathered once a draft."""
 
     kinds: Sequence[Kind | None] = ()
-    lag = 0
+    lag, reads_hidden = 0, True
 
     def __init__(self, assistant: Gemma4Assistant, target: Gemma4) -> None:
         self.assistant, self.target = assistant, target

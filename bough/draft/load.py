@@ -118,7 +118,7 @@ def _head(path: Path, target: Model) -> MTPDrafter:
 
 
 def _implemented(option: Drafter) -> Drafter:
-    names = ("kinds", "lag", "committed", "propose", "close")
+    names = ("kinds", "lag", "reads_hidden", "committed", "propose", "close")
     if isinstance(option, type) or not all(hasattr(option, name) for name in names):
         raise OptionError(f"draft is {option!r}; it must be {ALLOWED}")
     return option

@@ -32,7 +32,7 @@ class ModelDrafter:
     With layers of other kinds than FullKV it forks the states it drafts on: so many more must have room in the pool.
     """
 
-    lag = 0
+    lag, reads_hidden = 0, False
 
     def __init__(self, model: Model, vocabulary: int, *, step_tokens: int = STEP_TOKENS) -> None:
         self.model, self.kinds = model, model.kinds

@@ -79,7 +79,7 @@ class MTPHead:
         """The head's rows [T, hidden] after its norm, of the step's tokens and the rows `hidden` of those before."""
         both = torch.cat([self.embedding_norm(self.embed(step.tokens)), self.hidden_norm(hidden)], -1)
         x, y = self.layer(self.project(both), None, step, self.target.rope(step.positions))
-        return self.norm.after(x, y)[1]
+        return self.norm.whole(x, y)[1]
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.target.embed(tokens) if self.embedding is None else F.embedding(tokens, self.embedding)
@@ -99,7 +99,7 @@ def _mlp(target: Qwen3Next, weights: Weights, prefix: str) -> GatedMLP | SparseM
 class MTPDrafter:
     """Keeps a state of the head level with each text, and drafts from its end."""
 
-    lag = 1
+    lag, reads_hidden = 1, True
 
     def __init__(self, head: MTPHead) -> None:
         self.head, self.kinds = head, head.kinds

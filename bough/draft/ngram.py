@@ -130,7 +130,7 @@ class NGram:
     """The drafter: a Lookup for each sequence, and Siblings for each salt."""
 
     kinds: "Sequence[Kind | None]" = ()
-    lag = 0
+    lag, reads_hidden = 0, False
 
     def __init__(self, *, entries: int = ENTRIES, salts: int = SALTS) -> None:
         self.entries, self.salts = entries, salts

@@ -33,7 +33,7 @@ from bough.models.model import Model
 from bough.state.live import State
 
 DEEPEST = 8  # tokens in a draft
-PIECE = 8192  # tokens that a drafter without state is told of at once
+PIECE = 8192  # tokens of a resumed text that a drafter without state is told of at once
 UNTOLD = 128  # tokens that may wait to be told while nothing is drafted
 PATIENCE = 2.0  # seconds that a drafter without state may take
 
@@ -83,7 +83,8 @@ class Side:
     state: State | None = None
     whole: bool = True  # whether the state holds the text from its beginning
     told: int = 0  # tokens of the text that the drafter knows of
-    rows: list[Tensor] = field(default_factory=list)  # hidden rows it has yet to be told of
+    untold: int = 0  # tokens read since it was last told of all there were
+    rows: list[Tensor] = field(default_factory=list)  # hidden rows it has yet to be told of, if it reads them
     cuts: list[int] = field(default_factory=list)  # lengths at which the drafter's state is to have resume points
 
 
@@ -191,15 +192,23 @@ class Drafting:
         known = [sequence for sequence in sequences if sequence in self._sides]
         return not known or (isinstance(self.drafter, NGram) and not self.drafts(known, rows))
 
-    def grew(self, sequence: Running, hidden: Tensor) -> None:
-        """The target has read tokens, whose hidden rows these are, and the text may have grown past them."""
+    def reads_hidden(self, sequences: Sequence[Running]) -> bool:
+        """Whether the hidden rows of any of these are to be given to `grew`."""
+        reads = self.drafter is not None and self.drafter.reads_hidden
+        return reads and any(sequence in self._sides for sequence in sequences)
+
+    def grew(self, sequence: Running, count: int, hidden: Tensor | None) -> None:
+        """The target has read so many tokens, and the text may have grown past them."""
         side = self._sides.get(sequence)
         if side is None or self.drafter is None:
             return
-        side.rows.append(hidden)
-        side.rows = [torch.cat(side.rows)] if len(side.rows) > 16 else side.rows
-        reading = sequence.computed < len(sequence.request.prompt)
-        if (reading or _count(side.rows) >= UNTOLD) and not self._tell([sequence]) and _count(side.rows) > 4 * UNTOLD:
+        side.untold += count
+        if self.drafter.reads_hidden:
+            assert hidden is not None and len(hidden) == count
+            side.rows = [torch.cat([*side.rows, hidden])] if len(side.rows) == 16 else [*side.rows, hidden]
+        reading, told = sequence.computed < len(sequence.request.prompt), side.told
+        ready = not (reading or side.untold >= UNTOLD) or self._tell([sequence])
+        if not ready and side.told == told and side.untold > 4 * UNTOLD:
             self.park(sequence)  # there is no memory for it, and what waits to be told takes memory too
         elif side.state is not None and sequence.computed <= len(sequence.request.prompt):
             self._keep(sequence, side, ended=False)
@@ -230,8 +239,9 @@ class Drafting:
             if isinstance(self.drafter, NGram):  # which takes no rows, and is told while a step is under way
                 known = min(known, len(sequence.tokens))
             if side.told < known <= len(sequence.tokens):
-                level = side.state is not None or known <= side.told + PIECE  # a long text is told little by little
-                upto = known if level else side.told + PIECE
+                most = side.told + side.untold + PIECE  # a long text that was resumed is told little by little
+                level = side.state is not None or known <= most
+                upto = known if level else most
                 rows = torch.cat(side.rows) if level and side.rows else None
                 tokens = sequence.tokens[side.told : upto]
                 cuts = [cut for cut in side.cuts if side.told < cut <= upto]
@@ -246,7 +256,9 @@ class Drafting:
         done = not grown or self._guarded(tell) is not None
         for side, upto, level in told:
             if done:
-                side.told, side.rows = upto, [] if level else side.rows
+                side.told = upto
+                if level:
+                    side.untold, side.rows = 0, []
             elif side.state is not None and self.drafter is not None and not self.drafter.lag:
                 side.told = side.state.length  # memory ran out on the way; it goes on from there
         return done and all(level for _, _, level in told)
@@ -303,10 +315,6 @@ class Drafting:
             self.park(sequence)
         if self.cache is not None:
             self.cache.clear()
-
-
-def _count(rows: Sequence[Tensor]) -> int:
-    return sum(map(len, rows))
 
 
 def _usable(draft: Draft, most: int, target: Model) -> Draft:

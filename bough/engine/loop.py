@@ -97,9 +97,9 @@ class Loop:
         self._thread.join()
 
     def _work(self) -> None:
-        if self.runner.pool.device.type == "cuda":
-            torch.cuda.set_device(self.runner.pool.device)  # where kernels are launched
         try:
+            if self.runner.pool.device.type == "cuda":
+                torch.cuda.set_device(self.runner.pool.device)  # where kernels are launched
             while self._receive():
                 self.cache.tiers.settle()
                 self._drop_unwanted()
@@ -191,10 +191,10 @@ class Loop:
         ended = {s: "length" for s in sequences if not s.pending and not s.wants_token}
         accepted = self._choose(choosing, logits, drafts, opened, ended)
         seconds, start = time.perf_counter() - began, 0
-        for (sequence, count), known in zip(rows, before, strict=True):
-            if not sequence.handle.done:
-                self._read(sequence, known, hidden[start : start + sequence.computed - known])
-            start += count + len(drafts.get(sequence, ()))
+        for (s, count), known in zip(rows, before, strict=True):
+            if not s.handle.done:
+                self._read(s, known, None if hidden is None else hidden[start : start + s.computed - known])
+            start += count + len(drafts.get(s, ()))
         for sequence in writing if len(writing) == len(rows) else ():  # a prompt in between is no round's cost
             if sequence in accepted:
                 drafted = len(drafts.get(sequence, ()))
@@ -248,17 +248,18 @@ class Loop:
 
     def _forward(
         self, rows: list[tuple[Sequence, int]], choosing: list[Sequence], drafts: dict[Sequence, Draft]
-    ) -> tuple[Tensor, Tensor, dict[Sequence, Transaction]]:
-        """Feed all rows, those with drafts in transactions; hidden rows, and the logits that tokens are chosen by."""
+    ) -> tuple[Tensor | None, Tensor, dict[Sequence, Transaction]]:
+        """Feed all rows, those with drafts in transactions; hidden rows if any are read, and logits to choose by."""
         batch = [(_state(s), s.tokens[s.computed : s.computed + count]) for s, count in rows]
         cuts = [sorted(at for at in s.cuts if s.computed < at <= s.computed + count) for s, count in rows]
         wanted = [1 + len(drafts.get(s, ())) if s in choosing else 0 for s, _ in rows]
+        read = any(s.request.score for s, _ in rows) or self.drafting.reads_hidden([s for s, _ in rows])
         self.cache.make_points_room(sum(map(len, cuts)))
         self._fence()
         opened = {sequence: _state(sequence).begin() for sequence in drafts}
         try:
             by_row = {row: drafts[s] for row, (s, _) in enumerate(rows) if s in drafts}
-            hidden, logits = self.runner.forward(batch, wanted, cuts, by_row)
+            hidden, logits = self.runner.forward(batch, wanted, cuts, by_row, hidden=read)
         except BaseException:
             for transaction in opened.values():
                 transaction.commit(0)
@@ -267,19 +268,19 @@ class Loop:
             sequence.cuts.difference_update(reached)
         return hidden, logits, opened
 
-    def _read(self, sequence: Sequence, before: int, hidden: Tensor) -> None:
-        """A sequence has read tokens, whose hidden rows these are: others are told that they could go on from there."""
+    def _read(self, sequence: Sequence, before: int, hidden: Tensor | None) -> None:
+        """A sequence has read tokens: others are told that they could go on from there."""
         prompt = len(sequence.request.prompt)
         if before < prompt:
             tokens = sequence.symbols if sequence.computed <= prompt else sequence.tokens
             self.cache.admit(_state(sequence), tokens, sequence.salt, ended=False)
             sequence.handle.prefilled = min(sequence.computed, prompt)
             if sequence.request.score:
-                following = sequence.tokens[before + 1 : sequence.computed + 1]
-                sequence.scores += self.runner.scores(hidden, following)
+                assert hidden is not None
+                sequence.scores += self.runner.scores(hidden, sequence.tokens[before + 1 : sequence.computed + 1])
             if sequence.use is None and sequence.computed >= prompt:
                 sequence.use = self.cache.used(sequence.symbols, sequence.salt, sequence.usage.cached_tokens)
-        self.drafting.grew(sequence, hidden)
+        self.drafting.grew(sequence, sequence.computed - before, hidden)
 
     def _choose(
         self,

@@ -13,11 +13,11 @@ from torch import Tensor
 from bough import ops
 from bough.draft import Draft
 from bough.models.model import Model
-from bough.state.graphs import Graphs
+from bough.state.graphs import Graphs, settle
 from bough.state.live import State
 from bough.state.pool import Pool
 from bough.state.reservation import Cuts, forward
-from bough.state.step import Step
+from bough.state.step import Ends, Step
 
 SCORE_ROWS = 256  # logits of so many rows at a time when a whole prompt is scored
 
@@ -38,25 +38,32 @@ class Runner:
         cuts: Cuts | None = None,
         drafts: Mapping[int, Draft] | None = None,
         given: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Feed the states; the hidden rows of all tokens, and the logits of the last `wanted` tokens of each row.
+        *,
+        hidden: bool = False,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Feed the states; the hidden rows of all tokens, if they are asked for, and the logits of the last `wanted`
+        tokens of each row.
 
         Rows with drafts are fed these after their own tokens; where tokens are `given` on the device, all are fed
         those. The logits hold until it is called again.
         """
         drafts = drafts or {}
         padded = [(state, [*tokens, *_on_host(drafts.get(row, ()))]) for row, (state, tokens) in enumerate(batch)]
-        with forward(self.pool, padded, cuts=cuts) as step:
+        with forward(self.pool, padded, cuts=cuts, settled=False) as step:
             ends = list(accumulate(step.rows.counts))
             if given is not None:
                 step = replace(step, given=given)
             elif any(isinstance(draft, Tensor) for draft in drafts.values()):
                 step = replace(step, given=_with_drafts(step.tokens, ends, drafts))
             if tuple(wanted) == step.rows.counts and step.rows.are_short:
-                return self.graphs(step)
-            hidden = self._hidden(step)
-            places = [at for end, count in zip(ends, wanted, strict=True) for at in range(end - count, end)]
-            return hidden, self.model.logits(hidden[torch.tensor(places, dtype=torch.int64, device=hidden.device)])
+                all_rows, logits = self.graphs(step)
+                return all_rows if hidden else None, logits
+            settle(step)
+            last = Ends.of(step.rows, wanted, self.pool.device)
+            if not hidden and self.last_layer is None:
+                return None, self.model.logits(self.model(replace(step, wanted=last)))
+            all_rows = self._hidden(step)
+            return all_rows if hidden else None, self.model.logits(all_rows[last.places])
 
     def _hidden(self, step: Step) -> Tensor:
         hidden = self.model(step)
@@ -73,6 +80,7 @@ class Runner:
         """The hidden row of the last token that a state holds, where it is kept."""
         if self.last_layer is None or state is None or state.slot is None:
             return None
+        state.settle()
         return self.pool.part(self.last_layer, "conv")[state.slot, 0].to(self.model.dtype).clone()
 
     @torch.inference_mode()

@@ -1,15 +1,14 @@
 """The layers that models are made of. Each takes its input, the step, and what it needs; none keeps state."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bough import ops
 from bough.errors import UnknownArchitecture
-from bough.ops import Activation, Norm, Parts, Quantised
+from bough.ops import Activation, Addend, Input, Norm, Parts, Quantised
 from bough.state.kinds import FullKV, PageKind, WindowKV
 from bough.state.step import Step
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from bough.models.weights import Weights
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin of the step's positions
+Layer = TypeVar("Layer")
 
 
 class Linear:
@@ -25,8 +25,12 @@ class Linear:
     def __init__(self, weight: Tensor | Quantised | Parts, bias: Tensor | None = None) -> None:
         self.weight, self.bias = ops.arranged(weight), bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Input) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
+
+    def later(self, x: Tensor) -> Addend:
+        """The same, left undone if the norm after it can do it."""
+        return ops.later(x, self.weight, self.bias)
 
 
 class Rope:
@@ -76,7 +80,7 @@ class Attention:
     def kind(self) -> PageKind:
         return attention_kind(self.kv_heads, self.head_dim, self.window)
 
-    def __call__(self, x: Tensor, step: Step, rotation: Rotation) -> Tensor:
+    def __call__(self, x: Input, step: Step, rotation: Rotation) -> Addend:
         q, k, v = self.qkv(x).split(self.sizes, -1)
         q = q.view(len(x), self.heads, self.sizes[0] // self.heads)  # [T, H, d], or [T, H, 2d] with the gate
         gate = None
@@ -86,11 +90,16 @@ class Attention:
         pages = step.pages(self.layer)
         q = ops.place_heads(q, rotation, kv=(k, v), pages=pages, norms=(self.q_norm, self.k_norm, None))
         seen = ops.attention(
-            q, step.rows, stored=pages, scale=self.scale, window=self.window, softcap=self.softcap, masks=step.masks
+            q,
+            step.rows,
+            stored=pages,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            masks=step.masks,
+            gate=gate,
         )
-        if gate is not None:
-            seen = ops.gated(gate, seen, torch.sigmoid)
-        return self.out(seen.flatten(1))
+        return self.out.later(seen.flatten(1))
 
 
 def attention_kind(kv_heads: int, head_dim: int, window: int | None) -> PageKind:
@@ -115,8 +124,24 @@ class GatedMLP:
         self.down = weights.linear(down, hidden, width, bias)
         self.activation = activation
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(ops.gated_linear(x, self.gate_up.weight, self.gate_up.bias, self.activation))
+    def __call__(self, x: Input) -> Addend:
+        if not len(x):  # since no row is wanted: quantised weights would be unpacked all the same
+            return ops.made(x)
+        return self.down.later(ops.gated_linear(x, self.gate_up.weight, self.gate_up.bias, self.activation))
+
+
+def narrowing(layers: Sequence[Layer], step: Step) -> Iterator[tuple[Layer, Tensor | None]]:
+    """The layers that store something, each with the tokens that are wanted after its mixer has seen all; None: all.
+
+    Only the last can leave some out: what becomes of a token from there on, no other token looks at.
+    """
+    yield from ((layer, None) for layer in layers[:-1])
+    yield layers[-1], None if step.wanted is None else step.wanted.places
+
+
+def narrowed(x: Tensor, y: Addend, wanted: Tensor | None) -> tuple[Tensor, Addend]:
+    """The stream, and what is yet to be added to it, of the wanted tokens."""
+    return (x, y) if wanted is None else (x[wanted], ops.made(y)[wanted])
 
 
 ACTIVATIONS: dict[str, Activation] = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bough.errors import UnknownArchitecture
-from bough.models.blocks import Attention, GatedMLP, Rope, Rotation, activation
+from bough.models.blocks import Attention, GatedMLP, Rope, Rotation, activation, narrowed, narrowing
 from bough.models.config import ModelConfig
 from bough.models.model import Model
 from bough.models.weights import Weights
@@ -88,10 +88,13 @@ class Layer:
         act = activation(config.hidden_activation)
         self.mlp = GatedMLP(weights, f"{prefix}.mlp", hidden, config.intermediate_size, act)
 
-    def __call__(self, x: Tensor, y: Tensor | None, step: Step, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, y: Tensor | None, step: Step, rotation: Rotation, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """The stream, and what is yet to be added to it: on the way in and out, since the next norm adds it."""
-        x, y = self.before_attention.after(x, y)
-        x, y = self.before_mlp.after(x, self.after_attention(self.attention(y, step, rotation)))
+        x, y = self.before_attention.whole(x, y)
+        x, seen = narrowed(x, self.attention(y, step, rotation), wanted)
+        x, y = self.before_mlp.whole(x, self.after_attention(seen))
         return x, self.after_mlp(self.mlp(y))
 
 
@@ -130,6 +133,6 @@ class Gemma3(Gemma):
     def __call__(self, step: Step) -> Tensor:
         rotations = {layer_type: rope(step.positions) for layer_type, rope in self.ropes.items()}
         x, y = self.embed(step.tokens), None
-        for layer in self.layers:
-            x, y = layer(x, y, step, rotations[layer.type])
-        return self.norm.after(x, y)[1]
+        for layer, wanted in narrowing(self.layers, step):
+            x, y = layer(x, y, step, rotations[layer.type], wanted)
+        return self.norm.whole(x, y)[1]

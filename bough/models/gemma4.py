@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bough import ops
 from bough.errors import ModelError, UnknownArchitecture
-from bough.models.blocks import GatedMLP, Rope, Rotation, activation, attention_kind
+from bough.models.blocks import GatedMLP, Rope, Rotation, activation, attention_kind, narrowed, narrowing
 from bough.models.config import ModelConfig
 from bough.models.gemma3 import FULL, WINDOW, Gemma, layer_types, rounded
 from bough.models.weights import Weights
@@ -165,15 +165,17 @@ class Layer:
         self.input = LayerInput(config, weights, prefix) if config.hidden_size_per_layer_input else None
         self.scalar = weights.tensor(f"{prefix}.layer_scalar", (1,))
 
-    def __call__(self, x: Tensor, step: Step, rotation: Rotation, given: Tensor | None) -> Tensor:
-        y = self.after_attention(self.attention(self.before_attention(x), step, rotation))
-        x, y = self.before_mlp.after(x, y)
-        y = self.mlp(y)
+    def __call__(
+        self, x: Tensor, step: Step, rotation: Rotation, given: Tensor | None, wanted: Tensor | None
+    ) -> Tensor:
+        x, seen = narrowed(x, self.attention(self.before_attention(x), step, rotation), wanted)
+        x, y = self.before_mlp.whole(x, self.after_attention(seen))
+        y = ops.made(self.mlp(y))
         if self.experts:
             y = self.after_dense(y) + self.experts(x)
         x = x + self.after_mlp(y)
         if self.input and given is not None:
-            x = self.input(x, given)
+            x = self.input(x, given if wanted is None else given[wanted])
         return x * self.scalar
 
 
@@ -218,6 +220,7 @@ class Gemma4(Gemma):
             for i, layer_type in enumerate(types)
         }
         self.kinds = [layer.attention.kind for layer in self.layers]
+        self.storing = sum(kind is not None for kind in self.kinds)  # layers with K and V of their own come first
         sharing = "|".join(str(i) for i, source in enumerate(sources) if i != source)
         if sharing:  # some files hold K and V weights for layers that do not use them
             self.ignored += rf"|model\.layers\.({sharing})\.self_attn\.[kv]_(proj|norm)\."
@@ -225,7 +228,12 @@ class Gemma4(Gemma):
     def __call__(self, step: Step) -> Tensor:
         rotations = {layer_type: rope(step.positions) for layer_type, rope in self.ropes.items()}
         x = self.embed(step.tokens)
-        given = [None] * len(self.layers) if self.inputs is None else self.inputs(step.tokens, x).unbind(1)
-        for layer, own in zip(self.layers, given, strict=True):
-            x = layer(x, step, rotations[layer.type], own)
+        given = iter([None] * len(self.layers) if self.inputs is None else self.inputs(step.tokens, x).unbind(1))
+        for layer, wanted in narrowing(self.layers[: self.storing], step):
+            x = layer(x, step, rotations[layer.type], next(given), wanted)
+        if (ends := step.wanted) is not None:  # from here on nothing is stored
+            step, given = step.at_ends(ends), (each if each is None else each[ends.places] for each in given)
+            rotations = {name: (cos[ends.places], sin[ends.places]) for name, (cos, sin) in rotations.items()}
+        for layer in self.layers[self.storing :] if len(x) else ():
+            x = layer(x, step, rotations[layer.type], next(given), None)
         return self.norm(x)

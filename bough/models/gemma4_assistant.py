@@ -120,7 +120,7 @@ def _apply(layer: Layer, x: Tensor, seen: Seen, rotation: Rotation) -> Tensor:
     q = attention.project(layer.before_attention(x)).view(len(x), attention.heads, attention.head_dim)
     q = ops.rotate(attention.q_norm(q), *rotation)
     out = ops.attention(q, seen.rows, scale=1.0, explicit=(seen.k, seen.v))
-    x, y = layer.before_mlp.after(x, layer.after_attention(attention.out(out.flatten(1))))
+    x, y = layer.before_mlp.whole(x, layer.after_attention(attention.out(out.flatten(1))))
     return (x + layer.after_mlp(layer.mlp(y))) * layer.scalar
 
 

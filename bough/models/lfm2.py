@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from bough import ops
-from bough.models.blocks import Attention, GatedMLP, Rope, Rotation
+from bough.models.blocks import Attention, GatedMLP, Rope, Rotation, narrowed, narrowing
 from bough.models.config import ModelConfig
 from bough.models.model import Model
 from bough.models.weights import Weights
-from bough.ops import Norm
+from bough.ops import Addend, Input, Norm
 from bough.state.kinds import ShortConv
 from bough.state.step import Step
 
@@ -31,10 +31,10 @@ class Convolution:
         self.bias = weights.tensor(f"{prefix}.conv.bias", (hidden,)) if bias else None
         self.out = weights.linear(f"{prefix}.out_proj", hidden, hidden, bias)
 
-    def __call__(self, x: Tensor, step: Step, rotation: Rotation) -> Tensor:
-        b, c, x = self.project(x).chunk(3, -1)
+    def __call__(self, x: Input, step: Step, rotation: Rotation) -> Addend:
+        b, c, v = self.project(x).chunk(3, -1)
         tails = step.slots(self.layer, "conv")
-        return self.out(c * ops.causal_conv(b * x, self.taps, step.rows, bias=self.bias, stored=tails).out)
+        return self.out.later(c * ops.causal_conv(b * v, self.taps, step.rows, bias=self.bias, stored=tails).out)
 
 
 class Layer:
@@ -63,11 +63,13 @@ class Layer:
         self.mixer_norm, self.mlp_norm = norm("operator_norm", hidden), norm("ffn_norm", hidden)
         self.mlp = GatedMLP(weights, f"{prefix}.feed_forward", hidden, mlp_width(config), names=("w1", "w3", "w2"))
 
-    def __call__(self, x: Tensor, y: Tensor | None, step: Step, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, y: Addend | None, step: Step, rotation: Rotation, wanted: Tensor | None
+    ) -> tuple[Tensor, Addend]:
         """The stream, and what is yet to be added to it: on the way in and out, since the next norm adds it."""
-        x, y = self.mixer_norm.after(x, y)
-        x, y = self.mlp_norm.after(x, self.mixer(y, step, rotation))
-        return x, self.mlp(y)
+        x, normed = self.mixer_norm.after(x, y)
+        x, normed = self.mlp_norm.after(*narrowed(x, self.mixer(normed, step, rotation), wanted))
+        return x, self.mlp(normed)
 
 
 def mlp_width(config: ModelConfig) -> int:
@@ -108,6 +110,6 @@ class Lfm2(Model):
     def __call__(self, step: Step) -> Tensor:
         x, rotation = self.embed(step.tokens), self.rope(step.positions)
         y = None
-        for layer in self.layers:
-            x, y = layer(x, y, step, rotation)
-        return self.norm.after(x, y)[1]
+        for layer, wanted in narrowing(self.layers, step):
+            x, y = layer(x, y, step, rotation, wanted)
+        return self.norm.whole(x, y)[1]

@@ -5,11 +5,11 @@ A family that differs only in its windows or in norms on the heads is a subclass
 
 from torch import Tensor
 
-from bough.models.blocks import Attention, GatedMLP, Rope, Rotation, activation
+from bough.models.blocks import Attention, GatedMLP, Rope, Rotation, activation, narrowed, narrowing
 from bough.models.config import ModelConfig
 from bough.models.model import Model
 from bough.models.weights import Weights
-from bough.ops import Norm
+from bough.ops import Addend, Norm
 from bough.state.step import Step
 
 
@@ -45,11 +45,13 @@ class Layer:
             bias=config.get("mlp_bias", False),
         )
 
-    def __call__(self, x: Tensor, y: Tensor | None, step: Step, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, y: Addend | None, step: Step, rotation: Rotation, wanted: Tensor | None
+    ) -> tuple[Tensor, Addend]:
         """The stream, and what is yet to be added to it: on the way in and out, since the next norm adds it."""
-        x, y = self.attention_norm.after(x, y)
-        x, y = self.mlp_norm.after(x, self.attention(y, step, rotation))
-        return x, self.mlp(y)
+        x, normed = self.attention_norm.after(x, y)
+        x, normed = self.mlp_norm.after(*narrowed(x, self.attention(normed, step, rotation), wanted))
+        return x, self.mlp(normed)
 
 
 class Llama(Model):
@@ -70,6 +72,6 @@ class Llama(Model):
     def __call__(self, step: Step) -> Tensor:
         x, rotation = self.embed(step.tokens), self.rope(step.positions)
         y = None
-        for layer in self.layers:
-            x, y = layer(x, y, step, rotation)
-        return self.norm.after(x, y)[1]
+        for layer, wanted in narrowing(self.layers, step):
+            x, y = layer(x, y, step, rotation, wanted)
+        return self.norm.whole(x, y)[1]

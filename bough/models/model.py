@@ -48,11 +48,16 @@ class Model(ABC):
 
     @abstractmethod
     def __call__(self, step: Step) -> Tensor:
-        """The hidden rows [T, hidden] of the step's tokens, after the final norm; their state is written."""
+        """The hidden rows [T, hidden] of the step's tokens, after the final norm; their state is written.
+
+        Where some are wanted, it gives the rows [N, hidden] of these alone, in that order.
+        """
 
     def embed(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.embedding)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] → [N, vocabulary]."""
+        if not len(hidden):  # a part of a prompt that no token is chosen after
+            return hidden.new_empty(0, self.vocab_size)
         return ops.linear(hidden, self.head)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from bough import ops
-from bough.models.blocks import Attention, GatedMLP, Linear, Rope, Rotation, activation
+from bough.models.blocks import Attention, GatedMLP, Linear, Rope, Rotation, activation, narrowed, narrowing
 from bough.models.config import ModelConfig
 from bough.models.model import Model
 from bough.models.weights import Weights
-from bough.ops import DeltaLayer, Matrices, Norm
+from bough.ops import Addend, DeltaLayer, Input, Matrices, Norm
 from bough.state.kinds import Recurrent
 from bough.state.step import Step
 
@@ -33,13 +33,12 @@ class GatedDelta:
         self.sizes = self.sizes_of(config)
         channels, kernel = self.sizes[0], config.linear_conv_kernel_dim
         self.kind = Recurrent(channels, kernel, heads, config.linear_key_head_dim, dim)
+        self.taps, self.activation = weights.taps(f"{prefix}.conv1d", channels, kernel), activation(config.hidden_act)
         self.small = DeltaLayer(
-            taps=weights.taps(f"{prefix}.conv1d", channels, kernel),
             rate=-torch.exp(weights.tensor(f"{prefix}.A_log", (heads,)).float()),
             dt_bias=weights.tensor(f"{prefix}.dt_bias", (heads,)).float(),
             norm=weights.tensor(f"{prefix}.norm.weight", (dim,)),
             eps=config.rms_norm_eps,
-            activation=activation(config.hidden_act),
         )
         self.out = weights.linear(f"{prefix}.out_proj", config.hidden_size, heads * dim)
 
@@ -50,11 +49,14 @@ class GatedDelta:
         values = config.linear_num_value_heads * config.linear_value_head_dim
         return [2 * keys + values, values, config.linear_num_value_heads, config.linear_num_value_heads]
 
-    def __call__(self, x: Tensor, step: Step, rotation: Rotation) -> Tensor:
-        qkv, z, b, a = self.inputs(x).split(self.sizes, -1)
+    def __call__(self, x: Input, step: Step, rotation: Rotation) -> Addend:
         tails, states = step.slots(self.layer, "conv"), step.slots(self.layer, "delta")
-        out = ops.gated_delta_layer(qkv, z, b, a, self.small, self.k_heads, step.rows, tails, states)
-        return self.out(out.flatten(1))
+        qkv, others = ops.projected_conv(
+            x, self.inputs.weight, self.taps, step.rows, stored=tails, activation=self.activation
+        )
+        z, b, a = others.split(self.sizes[1:], -1)
+        out = ops.gated_delta_layer(qkv, z, b, a, self.small, self.k_heads, step.rows, states)
+        return self.out.later(out.flatten(1))
 
 
 class SparseMLP:
@@ -70,7 +72,8 @@ class SparseMLP:
         self.down = weights.linear(f"{prefix}.shared_expert.down_proj", hidden, shared)
         self.expert_gate_up, self.expert_down = read_experts(config, weights, f"{prefix}.experts")
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Input) -> Tensor:
+        x = ops.made(x)  # which more than one product takes
         gate, up, shared_gate, scores = self.inputs(x).split(self.sizes, -1)
         out = torch.sigmoid(shared_gate) * self.down(ops.gated(gate, up, self.activation))
         share, expert = torch.softmax(scores, -1, dtype=torch.float32).topk(self.chosen)  # [T, chosen]
@@ -101,11 +104,13 @@ class Layer:
     ) -> None:
         self.mixer_norm, self.mixer, self.mlp_norm, self.mlp = mixer_norm, mixer, mlp_norm, mlp
 
-    def __call__(self, x: Tensor, y: Tensor | None, step: Step, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, y: Addend | None, step: Step, rotation: Rotation, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Addend]:
         """The stream, and what is yet to be added to it: on the way in and out, since the next norm adds it."""
-        x, y = self.mixer_norm.after(x, y)
-        x, y = self.mlp_norm.after(x, self.mixer(y, step, rotation))
-        return x, self.mlp(y)
+        x, normed = self.mixer_norm.after(x, y)
+        x, normed = self.mlp_norm.after(*narrowed(x, self.mixer(normed, step, rotation), wanted))
+        return x, self.mlp(normed)
 
 
 class Qwen3Next(Model):
@@ -132,9 +137,9 @@ class Qwen3Next(Model):
     def __call__(self, step: Step) -> Tensor:
         x, rotation = self.embed(step.tokens), self.rope(step.positions)
         y = None
-        for layer in self.layers:
-            x, y = layer(x, y, step, rotation)
-        return self.norm.after(x, y)[1]
+        for layer, wanted in narrowing(self.layers, step):
+            x, y = layer(x, y, step, rotation, wanted)
+        return self.norm.whole(x, y)[1]
 
     def read_norm(self, weights: Weights, name: str, size: int) -> Norm:
         weight = weights.tensor(f"{name}.weight", (size,))  # which is zero where nothing is scaled

@@ -5,11 +5,12 @@ Every op that uses state takes it stored (Pages, Slots) or as explicit tensors, 
 
 from bough.ops.activation import Activation, gated, gelu_tanh
 from bough.ops.attention import Mask, attention, write_pages
-from bough.ops.conv import carry, causal_conv, replay_conv
+from bough.ops.conv import carry, causal_conv, projected_conv, replay_conv
+from bough.ops.deferred import Addend, Input, made
 from bough.ops.delta import DeltaLayer, delta_gates, gated_delta, gated_delta_layer, replay_delta
 from bough.ops.experts import Matrices, experts, matrices
 from bough.ops.heads import place_heads
-from bough.ops.linear import Parts, Weight, arranged, fused, gated_linear, linear
+from bough.ops.linear import Parts, Weight, arranged, fused, gated_linear, later, linear
 from bough.ops.norm import Norm, rms_norm, rms_norm_gated, rms_norm_scaled
 from bough.ops.quant import Quantised
 from bough.ops.ragged import Pages, Rows, Slots
@@ -17,7 +18,9 @@ from bough.ops.rope import inverse_frequencies, rotate, rotations
 
 __all__ = [
     "Activation",
+    "Addend",
     "DeltaLayer",
+    "Input",
     "Mask",
     "Matrices",
     "Norm",
@@ -40,9 +43,12 @@ __all__ = [
     "gated_linear",
     "gelu_tanh",
     "inverse_frequencies",
+    "later",
     "linear",
+    "made",
     "matrices",
     "place_heads",
+    "projected_conv",
     "replay_conv",
     "replay_delta",
     "rms_norm",

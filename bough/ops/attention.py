@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bough.ops.activation import gated
 from bough.ops.ragged import Pages, Rows
 from bough.ops.twins import twins
 
@@ -56,19 +57,21 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     masks: Sequence[Mask | None] | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """q [T, H, k_dim] over each row's own keys → [T, H, v_dim].
 
     The keys are those in `stored` pages, the new tokens' entries written already, or `explicit` K [S, Hkv, k_dim] and
     V [S, Hkv, v_dim]: for each row its history + count entries, row after row. H is a multiple of Hkv; neighbouring
     heads share keys. A `softcap` c turns scores s into c · tanh(s / c) before the mask.
+    What is seen is multiplied by the sigmoid of a `gate` [T, H, v_dim].
     """
     if (stored is None) == (explicit is None):
         raise ValueError("attention takes stored pages or explicit keys and values: exactly one of them")
     if masks is not None and len(masks) != len(rows.counts):
         raise ValueError(f"{len(masks)} masks for {len(rows.counts)} rows; give each row one, or None")
     if (fast := twins(q)) is not None and stored is not None and masks is None and stored.k.dtype == q.dtype:
-        return fast.attention(q, rows, scale=scale, stored=stored, window=window, softcap=softcap)
+        return fast.attention(q, rows, scale=scale, stored=stored, window=window, softcap=softcap, gate=gate)
     outs = []
     for row, start, end in rows:
         keys = rows.history[row] + rows.counts[row]
@@ -83,7 +86,8 @@ def attention(
         outs.append(_attend(q[start:end], k, v, low, scale, window, softcap, mask))
     if not outs:
         return q.new_empty(0, q.shape[1], (stored.v if stored is not None else explicit[1]).shape[-1])  # type: ignore[index]
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+    seen = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return seen if gate is None else gated(gate, seen, torch.sigmoid)
 
 
 def _attend(

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bough.ops.activation import Activation
+from bough.ops.deferred import Input
+from bough.ops.linear import Weight, few, linear
 from bough.ops.ragged import Carried, Replayed, ReplayedRow, Rows, Slots, close_slots, open_slots
 from bough.ops.twins import twins
 
@@ -37,6 +39,19 @@ def causal_conv(
     slots.record(rows, x)
     out = outs[0] if len(outs) == 1 else torch.cat(outs) if outs else torch.empty_like(x)
     return close_slots(out, slots, explicit)
+
+
+def projected_conv(
+    x: Input, weight: Weight, taps: Tensor, rows: Rows, *, stored: Slots, activation: Activation
+) -> tuple[Tensor, Tensor]:
+    """The product of x with the weight, its first C outputs through the convolution [T, C]; and the others."""
+    alone = all(count == 1 for count in rows.counts) and not any(rows.cuts) and stored.recording is None
+    fast = few(x, weight) if alone and activation is F.silu else None
+    y = linear(x, weight) if fast is None else fast.projected_rows(x, weight, taps, rows, stored)
+    inputs, others = y.split([taps.shape[1], y.shape[1] - taps.shape[1]], 1)
+    if fast is not None:
+        return inputs, others
+    return causal_conv(inputs, taps, rows, stored=stored, activation=activation).out, others
 
 
 def carry(x: Tensor, rows: Rows, *, stored: Slots) -> None:

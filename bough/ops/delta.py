@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bough.ops.activation import Activation
-from bough.ops.conv import causal_conv
 from bough.ops.norm import rms_norm_gated
 from bough.ops.ragged import Carried, Replayed, ReplayedRow, Rows, Slots, close_slots, open_slots
 from bough.ops.twins import twins
@@ -28,12 +26,10 @@ ROOT_EPS = torch.tensor(1e-3)  # the root of the models' ε
 class DeltaLayer:
     """The small weights of a gated-delta layer."""
 
-    taps: Tensor  # [K, C] float32
     rate: Tensor  # [Hv] float32
     dt_bias: Tensor  # [Hv] float32
     norm: Tensor  # [dv]
     eps: float
-    activation: Activation = F.silu  # after the convolution
 
 
 def gated_delta_layer(
@@ -44,16 +40,14 @@ def gated_delta_layer(
     layer: DeltaLayer,
     k_heads: int,
     rows: Rows,
-    tails: Slots,
     states: Slots,
 ) -> Tensor:
-    """From the projections qkv [T, C], z [T, Hv · dv], b and a [T, Hv] to the normed output [T, Hv, dv].
+    """From q, k and v after their convolution [T, C], and z [T, Hv · dv], b and a [T, Hv] to the output [T, Hv, dv].
 
-    The convolution over q, k and v, the gated delta rule, and a norm gated by z.
+    The gated delta rule, and a norm gated by z.
     """
-    if (fast := twins(qkv)) is not None and layer.activation is F.silu:
-        return fast.gated_delta_layer(qkv, z, b, a, layer, k_heads, rows, tails, states)
-    qkv = causal_conv(qkv, layer.taps, rows, stored=tails, activation=layer.activation).out
+    if (fast := twins(qkv)) is not None:
+        return fast.gated_delta_layer(qkv, z, b, a, layer, k_heads, rows, states)
     q, k, v = split_heads(qkv, k_heads, states.data)
     g, beta = delta_gates(a, b, layer.rate, layer.dt_bias)
     out = gated_delta(q, k, v, g, beta, rows, stored=states).out

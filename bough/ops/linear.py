@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bough.ops.activation import Activation, gated
+from bough.ops.deferred import Addend, Input, Normed, Product, made
 from bough.ops.quant import Chunks, Quantised, chunks, stacked
 from bough.ops.quant_cpu import Planes, planes
 from bough.ops.twins import twins
@@ -28,14 +29,21 @@ class Parts:
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     def product(self, x: Tensor) -> Tensor:
+        match self.parts:
+            case (Chunks() as quantised, Tensor() as plain) if quantised.takes_beside(x, plain):
+                return quantised.product(x, plain)
         return torch.cat([linear(x, part) for part in self.parts], -1)
 
 
 Weight: TypeAlias = Tensor | Quantised | Chunks | Planes | Parts  # a matrix [out, in], whatever it is made of
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Input, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [T, in] · weightᵀ [in, out] + bias."""
+    if (fast := few(x, weight)) is not None:
+        few_rows: Tensor = fast.few_rows(x, weight, bias)
+        return few_rows
+    x = made(x)
     if not isinstance(weight, Tensor):
         y = weight.product(x)
         return y if bias is None else y + bias
@@ -46,17 +54,31 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
             return F.linear(x, weight, bias)
         finally:
             onednn.enabled = True
-    if (fast := twins(x)) is not None and fast.few(x, weight):
-        return fast.few_rows(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
-def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
+def later(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Addend:
+    """The same, but left undone where a norm that follows can do it better."""
+    if bias is None and isinstance(weight, Tensor) and few(x, weight) is not None:
+        return Product(x, weight)
+    return linear(x, weight, bias)
+
+
+def few(x: Input, weight: Weight) -> Any:
+    """The twins, where they are faster since there are few rows."""
+    x = x.scaled if isinstance(x, Normed) else x
+    fast = twins(x) if isinstance(weight, Tensor) else None
+    return fast if fast is not None and fast.few(x, weight) else None
+
+
+def gated_linear(x: Input, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
     """activation(gate) · up of the products of x with both, one under the other in the weight."""
-    fast = twins(x) if bias is None and isinstance(weight, Tensor) else None
-    if fast is not None and fast.few(x, weight) and activation in fast.ACTIVATIONS:
+    fast = few(x, weight) if bias is None else None
+    if fast is not None and activation in fast.ACTIVATIONS:
         gated_rows: Tensor = fast.gated_rows(x, weight, activation)
         return gated_rows
+    if bias is None and isinstance(weight, Chunks) and (product := weight.gated(made(x), activation)) is not None:
+        return product
     gate, up = linear(x, weight, bias).chunk(2, -1)
     return gated(gate, up, activation)
 

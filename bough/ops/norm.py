@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bough.ops.deferred import Addend, Input, Product, made
 from bough.ops.twins import twins
 
 
@@ -20,17 +21,25 @@ class Norm:
     eps: float
     rounded: bool
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Addend) -> Tensor:
+        x = made(x)
         if (fast := twins(x)) is not None:
             return fast.norm(x, self)
         if self.weight is None or self.rounded:
             return rms_norm(x, self.weight, self.eps)
         return rms_norm_scaled(x, self.weight, self.eps)
 
-    def after(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+    def after(self, x: Tensor, y: Addend | None) -> tuple[Tensor, Input]:
         """x + y (x alone where there is nothing to add), and the norm of that."""
+        if isinstance(y, Product):
+            return y.normed(x, self.weight, self.eps)
+        return self.whole(x, y)
+
+    def whole(self, x: Tensor, y: Addend | None) -> tuple[Tensor, Tensor]:
+        """The same with nothing left undone."""
         if y is None:
             return x, self(x)
+        y = made(y)
         if (fast := twins(x)) is not None:
             return fast.norm_after(x, y, self)
         x = x + y

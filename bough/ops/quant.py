@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bough.ops.activation import Activation
 from bough.ops.twins import twins
 
 TILE = 1 << 19  # weights expanded at a time on CPUs: a tile should stay in the processor's cache
 DEVICE_TILE = 1 << 27  # elsewhere
+BLOCK = 32  # outputs, of which those that have a plain weight beside them must be a multiple
 FEW = 64  # rows, up to which the twin on devices reads the weights as they are
 
 
@@ -73,29 +75,41 @@ class Chunks:
     """A matrix [out, in] as the twins on devices read it: 16 bytes at a time, which are inputs next to each other.
 
     data: int32 [out, words]. Four words are a chunk of 16 or 32 weights; of these the weight 4 · i + j is the i-th code
-    of the word j, from its low bits. Codes of 8 bits have 128 added. scale and zero: as of Quantised.
+    of the word j, from its low bits. Codes of 8 bits have 128 added. steps [out, groups, 1 or 2]: scale, and in 4 bits
+    zero.
     """
 
     data: Tensor
-    scale: Tensor
-    zero: Tensor | None = None
+    steps: Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
         out, words = self.data.shape
-        return out, words * (4 if self.zero is None else 8)
+        return out, words * 4 * self.steps.shape[-1]
 
     def __getitem__(self, rows: slice) -> "Chunks":
-        return Chunks(self.data[rows], self.scale[rows], None if self.zero is None else self.zero[rows])
+        return Chunks(self.data[rows], self.steps[rows])
 
     def expanded(self) -> Tensor:
-        return self._twin().expanded(self.data, self.scale, self.zero)
+        return self._twin().expanded(self.data, self.steps)
 
-    def product(self, x: Tensor) -> Tensor:
-        """x [T, in] · weightᵀ."""
-        if not 0 < len(x) <= FEW:
-            return expanding(self, x)
-        return self._twin().quantised_product(x, self.data, self.scale, self.zero)
+    def few(self, x: Tensor) -> bool:
+        """Whether these are so few rows that the twin reads the weights as they are."""
+        return 0 < len(x) <= FEW
+
+    def product(self, x: Tensor, plain: Tensor | None = None) -> Tensor:
+        """x [T, in] · weightᵀ; and beside it the product with a plain weight, if takes_beside says so."""
+        return self._twin().quantised_product(x, self.data, self.steps, plain) if self.few(x) else expanding(self, x)
+
+    def takes_beside(self, x: Tensor, plain: Tensor) -> bool:
+        return self.few(x) and plain.dtype == x.dtype and plain.is_contiguous() and len(self.data) % BLOCK == 0
+
+    def gated(self, x: Tensor, activation: Activation) -> Tensor | None:
+        """ops.gated of the halves of the product of few rows; None if there is no twin for these."""
+        if not self.few(x) or activation not in self._twin().ACTIVATIONS:
+            return None
+        gated: Tensor = self._twin().quantised_product(x, self.data, self.steps, None, activation)
+        return gated
 
     def _twin(self) -> Any:
         return twins(self.data)
@@ -103,10 +117,10 @@ class Chunks:
 
 def chunks(weight: Quantised) -> Chunks | None:
     """The weight as twins read it; None if there are none here, or if its groups are no whole chunks."""
-    size = 16 if weight.zero is None else 32
-    if twins(weight.data) is None or weight.group % size:
+    each, over = divmod(weight.group, 16 if weight.zero is None else 32)
+    if twins(weight.data) is None or over or each & (each - 1):
         return None
-    return Chunks(in_chunks(weight), weight.scale, weight.zero)
+    return Chunks(in_chunks(weight), in_steps(weight))
 
 
 def in_chunks(weight: Quantised) -> Tensor:
@@ -118,6 +132,11 @@ def in_chunks(weight: Quantised) -> Tensor:
     else:
         codes = codes[..., ::2] | codes[..., 1::2] << 4
     return codes.contiguous().view(torch.int32).flatten(1)
+
+
+def in_steps(weight: Quantised) -> Tensor:
+    """The steps of Chunks."""
+    return torch.stack([each for each in (weight.scale, weight.zero) if each is not None], -1)
 
 
 def expanding(weight: Quantised | Chunks, x: Tensor) -> Tensor:

@@ -68,8 +68,6 @@ class Spans(NamedTuple):
     first: torch.Tensor  # [R]: of its spans
     used: torch.Tensor  # [R]: how many spans it has
     row: torch.Tensor  # [N]: of each span; below 0: there is none
-    size: torch.Tensor  # [1]: keys in a span
-    row_of: torch.Tensor  # [T]: the row of each token; below 0: none of these rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +100,12 @@ class Recording:
     """The inputs that moved one part of slots on, a row for each token, so that it can be done again in part."""
 
     inputs: tuple[torch.Tensor, ...] = ()
+    halves: tuple[torch.Tensor, ...] = ()  # [2, T, ...]: where a forward that is done again and again records by turns
+
+    def room(self, *inputs: tuple[torch.Tensor, torch.dtype]) -> tuple[torch.Tensor, ...]:
+        """The halves, made for inputs of these shapes and dtypes at the first time."""
+        self.halves = self.halves or tuple(each.new_empty(2, *each.shape, dtype=dtype) for each, dtype in inputs)
+        return self.halves
 
     @property
     def tokens(self) -> int:
@@ -113,6 +117,14 @@ class Recording:
 
 
 Replayed = tuple[torch.Tensor, tuple[torch.Tensor, ...]]  # one layer's part of the slots, and its recorded inputs
+
+
+class Owed(NamedTuple):
+    """Tokens of the forward before that slots have yet to be moved on by: int32 tensors on the device."""
+
+    turn: torch.Tensor  # [1]: the half of recordings that this forward writes; what is owed is in the other
+    start: torch.Tensor  # [R]: the first token
+    tokens: torch.Tensor  # [R]
 
 
 class ReplayedRow(NamedTuple):
@@ -140,6 +152,7 @@ class Slots:
     recording: Recording | None = None
     fresh: frozenset[int] = frozenset()  # rows that start from zeros
     short: ShortRows | None = None  # where they are made already
+    owed: Owed | None = None  # where kernels record by turns, and first move slots on by what was recorded before
 
     def before(self, row: int) -> torch.Tensor:
         """What the row starts from. Zeros are made in the slot that it writes, when its turn comes."""
@@ -151,7 +164,7 @@ class Slots:
 
     def record(self, rows: Rows, *inputs: torch.Tensor) -> None:
         """Keep the inputs [T, ...] of the rows for which that was asked."""
-        if self.recording is None:
+        if self.recording is None or self.owed is not None:
             return
         if self.short is not None:
             self.recording.inputs = inputs  # at places that stay

@@ -11,27 +11,39 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 FEW = 9  # new tokens of a row, up to which its queries are answered together
-SPAN = 64  # keys that are worth a program of their own
+SPAN = 64  # keys that are worth a program of their own; spans begin at multiples of it
 ROUNDS = 2  # programs for each processor: as many as run on it at a time
+JOIN = 2  # keys that a program reads while it joins one more span of a query
+APART = 4  # rows, up to which there are enough spans of each that to join them is work for many programs
+REST = 0.25  # of a span, up to which what is left over makes no span of its own
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
     """Rows and their spans, on the host."""
 
-    size: int  # keys in a span
     used: Ints  # [R]: spans of each row
     row: Ints  # [N]: the row of each span
 
 
 def divided(counts: Sequence[int], history: Sequence[int], window: int | None, programs: int) -> Division:
-    """Spans of one size for rows of 1 to FEW new tokens, about as many as there shall be programs; others get none."""
+    """Spans for rows of 1 to FEW new tokens, about as many as there shall be programs; others get none.
+
+    The keys of a row, SPAN by SPAN, are shared out among its spans evenly.
+    """
     count, before = np.asarray(counts, np.int64), np.asarray(history, np.int64)
-    low = 0 if window is None else np.maximum(0, before - window + 1)
+    low = 0 if window is None else np.maximum(0, before - window + 1) // SPAN * SPAN
     keys = np.where((count > 0) & (count <= FEW), before + count - low, 0)
-    size = max(1, -(-int(keys.sum()) // (programs * SPAN))) * SPAN
-    used = -(-keys // size)
-    return Division(size, used, np.repeat(np.arange(len(used)), used))
+    joins = JOIN * (1 if joined_apart(len(count)) else count)
+    least = np.maximum(-(-keys.sum() // programs), np.sqrt(joins * keys))  # to read takes as long as to join
+    size = np.maximum(np.ceil(least / SPAN).astype(np.int64), 1) * SPAN
+    used = np.maximum(np.ceil(keys / size - REST).astype(np.int64), keys > 0)
+    return Division(used, np.repeat(np.arange(len(used)), used))
+
+
+def joined_apart(rows: int) -> bool:
+    """Whether the spans of so many rows are joined by programs of their own, and not by the last of a row's."""
+    return rows <= APART
 
 
 def most_spans(rows: int, programs: int) -> int:

@@ -5,22 +5,23 @@ row, and their entries go to scratch. All numbers lie in one buffer, with the pa
 sends what is used of it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bough.ops.ragged import Recording, Rows, ShortRows, Spans
+from bough.ops.ragged import Owed, Rows, ShortRows, Spans
 from bough.ops.spans import FEW, divided, most_spans, programs
 from bough.state.kinds import PageKind
 from bough.state.pool import Pool
+from bough.state.recordings import Recordings
 from bough.state.step import HostNumbers, PageTable, Step
 
 NONE = -1
-PER_ROW = ("start", "tokens", "history", "read", "write")
-PER_TOKEN = ("token", "position", "place", "row_of")
+PER_ROW = ("start", "tokens", "history", "read", "write", "owed start", "owed tokens")
+PER_TOKEN = ("token", "position", "place")
 
 
 class Fixed:
@@ -40,6 +41,7 @@ class Fixed:
         self._numbers[: self._end] = torch.from_numpy(self._blank)
         self.tokens, self.positions = self._view("token"), self._view("position")
         self.short = ShortRows(*(self._view(name) for name in ("start", "tokens", "read", "write")))
+        self.owed = Owed(*(self._view(name) for name in ("turn", "owed start", "owed tokens")))
 
     @property
     def _end(self) -> int:
@@ -48,15 +50,15 @@ class Fixed:
     def _sizes(self) -> Iterable[tuple[str, int]]:
         yield from ((name, self.rows) for name in PER_ROW)
         yield from ((name, self.rows * self.each) for name in PER_TOKEN)
+        yield "turn", 1
         for unit in self.pool.page_stores:
             yield from ((f"{name} {unit}", self.rows) for name in ("offset", "first", "used"))
             yield f"page {unit}", self.rows * self.each
             yield f"row {unit}", most_spans(self.rows, self._programs[unit])
-            yield f"size {unit}", 1
 
     def _without_rows(self) -> NDArray[np.int32]:
         blank = np.zeros(self._end, np.int32)
-        for name in ("read", "write", "row_of", *(f"row {unit}" for unit in self.pool.page_stores)):
+        for name in ("read", "write", *(f"row {unit}" for unit in self.pool.page_stores)):
             blank[self._at[name]] = NONE
         for unit in self.pool.page_stores:
             blank[self._at[f"page {unit}"]] = self.pool.stores[unit].scratch
@@ -66,8 +68,8 @@ class Fixed:
         return self._numbers[self._at[name]]
 
     def table(self, unit: int) -> PageTable:
-        own = {name: self._view(f"{name} {unit}") for name in ("offset", "first", "used", "row", "size")}
-        shared = {name: self._view(name) for name in ("start", "tokens", "history", "row_of")}
+        own = {name: self._view(f"{name} {unit}") for name in ("offset", "first", "used", "row")}
+        shared = {name: self._view(name) for name in ("start", "tokens", "history")}
         pages, unknown = self._numbers[self._end :], (0,) * self.rows
         return PageTable(pages, unknown, self._view(f"page {unit}"), self._view("place"), Spans(**own, **shared))
 
@@ -76,12 +78,15 @@ class Fixed:
         rows, slots = Rows((self.each,) * self.rows, (1,) * self.rows), (0,) * self.rows
         if self.pool.slot_store is None:
             return Step(self.pool, rows, self)
-        fields = self.pool.stores[self.pool.slot_store].unit.fields
-        recordings = {key: Recording() for key in fields} if recorded else None
+        recordings = Recordings(self.pool) if recorded else None
         return Step(self.pool, rows, self, slots, slots, recorded=(recorded,) * self.rows, recordings=recordings)
 
-    def fill(self, step: Step) -> None:
-        """Take over the numbers of a step of no more rows and tokens. Nobody waits for them to be sent."""
+    def fill(self, step: Step, turn: int = 0, owed: Sequence[tuple[int, int]] = ()) -> None:
+        """Take over the numbers of a step of no more rows and tokens. Nobody waits for them to be sent.
+
+        It records into the half whose `turn` it is, once slots are moved on by what each row owes: so many tokens of
+        the other half, from a first one on.
+        """
         assert isinstance(step.numbers, HostNumbers)
         numbers, rows = step.numbers, step.rows
         pages, offsets = _joined([numbers.pages(unit) for unit in self.pool.page_stores])
@@ -103,10 +108,12 @@ class Fixed:
             recorded = step.recorded or (False,) * len(counts)
             put("read", [slot if h else NONE for slot, h in zip(step.read, rows.history, strict=True)])
             put("write", [NONE if each else slot for slot, each in zip(step.write, recorded, strict=True)])
+            put("turn", [turn])
+            put("owed start", [start for start, _ in owed])
+            put("owed tokens", [count for _, count in owed])
         put("token", numbers.fed)
         put("position", numbers.places)
         put("place", numbers.places % self.pool.layout.page_tokens)
-        put("row_of", np.repeat(np.arange(len(counts)), counts))
         for unit, offset in zip(self.pool.page_stores, offsets, strict=True):
             parts = divided(rows.counts, rows.history, self._windows[unit], self._programs[unit])
             put(f"offset {unit}", offset)
@@ -114,7 +121,6 @@ class Fixed:
             put(f"used {unit}", parts.used)
             put(f"page {unit}", numbers.written(unit))
             put(f"row {unit}", parts.row)
-            put(f"size {unit}", [parts.size])
         self._numbers[: len(packed)].copy_(sent, non_blocking=True)
         if step.given is not None:
             self.tokens[: rows.total].copy_(step.given)

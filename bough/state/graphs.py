@@ -15,7 +15,8 @@ from torch import Tensor
 from bough.ops.spans import FEW
 from bough.state.fixed import Fixed
 from bough.state.pool import Pool
-from bough.state.step import Recordings, Step
+from bough.state.recordings import Recordings, halves
+from bough.state.step import Step
 
 MOST = 256  # rows
 EACH = (1, 2, 3, 5, FEW)  # tokens of a row that steps are captured for
@@ -25,7 +26,7 @@ Compute = Callable[[Step, Tensor | None], tuple[Tensor, Tensor]]  # of a step, a
 log = logging.getLogger("bough")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Captured:
     """A graph, the numbers it reads, and what it leaves: hidden rows and logits of all tokens, and recorded inputs."""
 
@@ -34,13 +35,40 @@ class Captured:
     rows: Tensor | None  # those that come with tokens
     hidden: Tensor
     logits: Tensor
-    recordings: Recordings | None
+    recordings: tuple[Recordings, Recordings] | None  # which it writes by turns
+    turn: int = 0  # whose it was last
+
+    def replay(self, step: Step) -> None:
+        """Do the step. What its states owe to the step before is done on the way, where that was done here too."""
+        if self.recordings is None:
+            settle(step)
+            self.fixed.fill(step)
+            self.graph.replay()
+            return
+        before, now = self.recordings[self.turn], self.recordings[1 - self.turn]
+        now.settle()  # who was not in the step before, whose turn the other half was
+        for state in step.states:
+            if state.owes is not before:
+                state.settle()
+        self.fixed.fill(step, 1 - self.turn, [before.owing.get(state, (0, 0)) for state in step.states])
+        self.graph.replay()
+        for state in step.states:
+            before.forgive(state)
+        self.turn = 1 - self.turn
+        assert step.recordings is not None
+        step.recordings.lasting = now
+
+
+def settle(step: Step) -> None:
+    """See to it that the slots of all rows are where their states are."""
+    for state in step.states:
+        state.settle()
 
 
 class Graphs:
     """What one forward computes: steps of short rows by graphs, others plainly.
 
-    Logits, and what is recorded, hold until the next call.
+    Logits hold until the next call, and so does what a plain step recorded.
     """
 
     def __init__(self, pool: Pool, compute: Compute, context: int) -> None:
@@ -52,15 +80,12 @@ class Graphs:
         """The hidden rows and the logits of all its tokens."""
         captured = self._captured_for(step, rows) if self._takes(step) else None
         if captured is None:
+            settle(step)
             return self.compute(step, rows)
-        captured.fixed.fill(step)
         total = step.rows.total
         if captured.rows is not None and rows is not None:
             captured.rows[:total].copy_(rows)
-        captured.graph.replay()
-        if step.recordings is not None and captured.recordings is not None:
-            for key, recording in captured.recordings.items():
-                step.recordings[key].inputs = recording.inputs
+        captured.replay(step)
         return captured.hidden[:total].clone(), captured.logits[:total]
 
     def _takes(self, step: Step) -> bool:
@@ -101,7 +126,8 @@ class Graphs:
         # Other threads may copy meanwhile.
         with torch.cuda.graph(graph, pool=self._memory, stream=beside, capture_error_mode="thread_local"):
             hidden, logits = self.compute(step, given)
-        return Captured(graph, fixed, given, hidden, logits, step.recordings)
+        recordings = None if step.recordings is None else halves(self.pool, step.recordings.parts)
+        return Captured(graph, fixed, given, hidden, logits, recordings)
 
 
 def bucket(rows: int) -> int:

@@ -13,6 +13,7 @@ Invariants (`check()` asserts them):
 - All pages of a run but the last are full; the last one's fill mark is at least what the state has in it.
 - There is a slot exactly when the model has slot kinds and the length is above 0.
 - Points lie at lengths in (0, length].
+- The slot is where the state is, or the state owes what moves it there (recordings.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ import torch
 
 from bough.errors import PoolFull, StateError
 from bough.state.pool import Pool
+from bough.state.recordings import Recordings
 from bough.state.snapshot import Snapshot
 from bough.state.store import EMPTY, Ids, Run
 from bough.state.transaction import Transaction
@@ -40,6 +42,7 @@ class State:
         self.slot: int | None = None
         self.points: dict[int, Snapshot] = {}  # of empty edges, by length
         self.transaction: Transaction | None = None
+        self.owes: Recordings | None = None  # inputs that its slot has yet to be moved on by
         self.condition = "ready"  # or: in a step, in a transaction, broken, released
         pool.register(self)
         pool.states.add(self)
@@ -68,11 +71,17 @@ class State:
 
     def own_copy(self, slot: int) -> None:
         """Go on with this slot, made a copy of the one that it shared until now."""
+        self.settle()
         assert self.slot is not None and self.pool.slot_store is not None
         store = self.pool.stores[self.pool.slot_store]
         store.copy(np.array([self.slot]), np.array([slot]))
         self.pool.release(self.pool.slot_reference(self.slot))
         self.slot = slot
+
+    def settle(self) -> None:
+        """See to it that the slot is where the state is."""
+        if self.owes is not None:
+            self.owes.settle([self])
 
     def filled(self, unit: int) -> int:
         """How many tokens have their entries in a page group."""
@@ -91,6 +100,7 @@ class State:
     def fork(self, length: int | None = None) -> "State":
         """A second state that shares everything up to `length`, points too; nothing is copied until one writes."""
         self.expect_ready()
+        self.settle()
         length = self.length if length is None else length
         whole = length == self.length == self.known
         runs, slot = (dict(self.runs), self.slot) if whole else self._expect_resolved((), length)
@@ -198,6 +208,7 @@ class State:
             raise StateError("the state is in a step; finish or abort the step first")
         if self.transaction is not None:
             self.transaction.commit(0)
+        self._owe_nothing()
         for point in self.points.values():
             point.close()
         self.pool.release(self.references())
@@ -211,7 +222,12 @@ class State:
             self.pool.stores[index].share(run.ids)
         self.pool.share(self.pool.slot_reference(slot))
         self.pool.release(self.references())
+        self._owe_nothing()
         self.length, self.known, self.runs, self.slot = length, length if known is None else known, runs, slot
+
+    def _owe_nothing(self) -> None:
+        if self.owes is not None:
+            self.owes.forgive(self)
 
     def _expect_resolved(
         self, path: Sequence[Snapshot], length: int, known: int | None = None
@@ -263,6 +279,7 @@ class State:
 
     def _saved_slot(self, length: int) -> int | None:
         if length == self.length:
+            self.settle()
             return self.slot
         return self.points[length].slot if length in self.points else None
 
@@ -282,6 +299,7 @@ class State:
             inside = filled - (run.end - 1) * page_tokens
             assert (store.fill[run.ids[-1:]] >= inside).all(), "a token is past the fill mark"
         assert self.known >= self.length and (self.transaction is None or self.known == self.length)
+        assert self.owes is None or (self in self.owes.owing and self.slot is not None), "it owes what nobody knows of"
         assert (self.slot is not None) == (self.pool.slot_store is not None and self.length > 0)
         for at, point in self.points.items():
             assert 0 < at <= self.length and (point.start, point.end) == (at, at)

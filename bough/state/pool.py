@@ -69,9 +69,10 @@ class Pool:
     ) -> None:
         self.layout, self.max_running = layout, max_running
         if beside is None:
-            self.slabs, self.device = nbytes // layout.slab_bytes, torch.device(device)
+            self.slabs = nbytes // layout.slab_bytes
             self._expect_enough(nbytes)
             data = torch.empty(self.slabs * layout.slab_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+            self.device = data.device  # with its index, where it has one
             self.arena = Arena(data, list(range(self.slabs - 1, -1, -1)))
         else:
             assert layout.slab_bytes == beside.layout.slab_bytes, "layouts of one arena are made together"

@@ -18,11 +18,12 @@ import numpy as np
 
 from bough.errors import StateError
 from bough.ops.attention import Mask
-from bough.ops.ragged import Recording, Rows
+from bough.ops.ragged import Rows
 from bough.state.live import State
 from bough.state.pool import Pool
+from bough.state.recordings import Recordings
 from bough.state.snapshot import Snapshot
-from bough.state.step import HostNumbers, Recordings, Step
+from bough.state.step import HostNumbers, Step
 from bough.state.store import EMPTY, Ids, Run, Store
 
 Batch = Sequence[tuple[State, Sequence[int]]]
@@ -31,17 +32,24 @@ Cuts = Sequence[Sequence[int]]  # for each row, the lengths at which it shall be
 
 @contextmanager
 def forward(
-    pool: Pool, batch: Batch, masks: tuple[Mask | None, ...] | None = None, cuts: Cuts | None = None
+    pool: Pool,
+    batch: Batch,
+    masks: tuple[Mask | None, ...] | None = None,
+    cuts: Cuts | None = None,
+    *,
+    settled: bool = True,
 ) -> Iterator[Step]:
     """The step that feeds each state its tokens. States move on when the body ends, and stay when it raises.
 
     At the lengths in `cuts` a state gets a point, as far as there are slots to spare. A state in a transaction moves on
-    when that is committed.
+    when that is committed. States that owe something are settled before, or it is for the body to see to that.
     """
     tokens = np.array([token for _, tokens in batch for token in tokens], np.int64)
     for name, each in (("masks", masks), ("cuts", cuts)):
         if each is not None and len(each) != len(batch):
             raise ValueError(f"{len(each)} {name} for {len(batch)} rows; give each row its own")
+    for state in (state for state, _ in batch if settled):
+        state.settle()
     reservation = Reservation(pool, batch, cuts)
     try:
         yield reservation.step(tokens, masks)
@@ -222,13 +230,14 @@ class Reservation:
             runs[append.unit][row_of[append.state]] = append.run
         known = {unit: [state.filled(unit) for state in self.states] for unit in self.pool.page_stores}
         if self.pool.slot_store is None:
-            return Step(self.pool, self.rows, HostNumbers(self.pool, self.rows, tokens, runs, known), masks=masks)
+            numbers = HostNumbers(self.pool, self.rows, tokens, runs, known)
+            return Step(self.pool, self.rows, numbers, masks=masks, states=tuple(self.states))
         store = self.pool.stores[self.pool.slot_store]
         inner = [sorted((c, s) for c, s in points.items() if s is not None) for points in self._points]
         offsets = [tuple(cut - h for cut, _ in each) for each, h in zip(inner, self.rows.history, strict=True)]
         rows = replace(self.rows, cuts=tuple(offsets)) if any(offsets) else self.rows
         read = tuple(store.scratch if state.slot is None else state.slot for state in self.states)
-        recorded, recordings = self._recordings(store)
+        recorded, recordings = self._recordings()
         return Step(
             self.pool,
             rows,
@@ -239,14 +248,15 @@ class Reservation:
             recorded=recorded,
             recordings=recordings,
             masks=masks,
+            states=tuple(self.states),
         )
 
-    def _recordings(self, store: Store) -> tuple[tuple[bool, ...], Recordings | None]:
+    def _recordings(self) -> tuple[tuple[bool, ...], Recordings | None]:
         """Which rows are recorded, and where the step keeps their inputs for the transactions to find."""
         recorded = tuple(state.transaction is not None for state in self.states)
         if not any(recorded):
             return recorded, None
-        recordings: Recordings = {key: Recording() for key in store.unit.fields}
+        recordings = Recordings(self.pool)
         at = 0
         for state, count in zip(self.states, self.rows.counts, strict=True):
             if state.transaction is not None:
@@ -301,7 +311,7 @@ class Reservation:
             self.pool.release(self.pool.slot_reference(slot))
         for state, count in zip(self.states, self.rows.counts, strict=True):
             if state.transaction is not None:
-                state.transaction.recordings = {}
+                state.transaction.recordings = None
                 state.condition = "in a transaction"
             else:
                 in_place = count > 0 and state.slot is not None and state not in self._new_slots

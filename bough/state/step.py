@@ -9,9 +9,10 @@ Fixed numbers (fixed.py) has them at addresses that stay.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -19,12 +20,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bough.ops.attention import Mask
-from bough.ops.ragged import Pages, Recording, Rows, ShortRows, Slots, Spans
+from bough.ops.ragged import Owed, Pages, Rows, ShortRows, Slots, Spans
 from bough.state.pool import Pool
+from bough.state.recordings import Recordings
 from bough.state.store import Run
 
+if TYPE_CHECKING:
+    from bough.state.live import State
+
 Ints = NDArray[np.int64]
-Recordings = dict[tuple[int, str], Recording]  # by layer and part
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,20 @@ class PageTable:
     spans: Spans | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The last tokens of a step's rows."""
+
+    counts: tuple[int, ...]  # of each row
+    places: Tensor  # [N]: which of the step's tokens they are
+
+    @staticmethod
+    def of(rows: Rows, counts: Sequence[int], device: torch.device) -> "Ends":
+        ends = accumulate(rows.counts)
+        places = [at for end, count in zip(ends, counts, strict=True) for at in range(end - count, end)]
+        return Ends(tuple(counts), torch.tensor(places, dtype=torch.int64, device=device))
+
+
 class Numbers(Protocol):
     """What kernels read of a step."""
 
@@ -47,6 +65,8 @@ class Numbers(Protocol):
     def positions(self) -> Tensor: ...  # [T]
     @property
     def short(self) -> ShortRows | None: ...
+    @property
+    def owed(self) -> Owed | None: ...
     def table(self, unit: int) -> PageTable: ...
 
 
@@ -64,6 +84,7 @@ class HostNumbers:
         """Entries of tokens before `known`, a length a row, are there already: what is computed goes to scratch."""
         self.pool, self.rows, self.fed, self.runs, self.known = pool, rows, tokens, runs, known
         self.short: ShortRows | None = None
+        self.owed: Owed | None = None
         self._tables: dict[int, PageTable] = {}
 
     @cached_property
@@ -120,6 +141,8 @@ class Step:
     recordings: Recordings | None = None  # where
     masks: tuple[Mask | None, ...] | None = None  # what a row's tokens see beyond or short of causal order
     given: Tensor | None = None  # tokens [T], instead of those among the numbers
+    states: tuple["State", ...] = ()  # whose rows they are
+    wanted: Ends | None = None  # the tokens whose hidden rows are asked for; None: all
 
     @staticmethod
     def rehearsal(pool: Pool, counts: Sequence[int], history: Sequence[int]) -> "Step":
@@ -134,6 +157,13 @@ class Step:
                 made_up.append(Run(first, np.full(-(-(h + n) // size) - first, store.scratch, np.int64)))
         slots = () if pool.slot_store is None else (pool.stores[pool.slot_store].scratch,) * len(counts)
         return Step(pool, rows, HostNumbers(pool, rows, np.zeros(rows.total, np.int64), runs), slots, slots)
+
+    def at_ends(self, ends: Ends) -> "Step":
+        """The same for layers that take the last tokens alone, read what is stored, and store nothing."""
+        assert self.masks is None
+        counts, history = self.rows.counts, self.rows.history
+        before = tuple(h + n - kept for h, n, kept in zip(history, counts, ends.counts, strict=True))
+        return replace(self, rows=Rows(ends.counts, before), wanted=None)
 
     @property
     def tokens(self) -> Tensor:
@@ -151,5 +181,7 @@ class Step:
 
     def slots(self, layer: int, part: str) -> Slots:
         """A part of a layer's slots, as this step's rows use it."""
-        data, record = self.pool.part(layer, part), None if self.recordings is None else self.recordings[layer, part]
-        return Slots(data, self.read, self.write, self.cut, self.recorded, record, short=self.numbers.short)
+        data, numbers = self.pool.part(layer, part), self.numbers
+        record = None if self.recordings is None else self.recordings.parts[layer, part]
+        owed = None if record is None else numbers.owed
+        return Slots(data, self.read, self.write, self.cut, self.recorded, record, short=numbers.short, owed=owed)

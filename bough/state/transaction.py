@@ -2,19 +2,18 @@
 
 A decode round feeds the current token and some drafted ones. `commit(n)` keeps the first n tokens *fed*. Pages forget
 their tail. A slot is replayed: the forward leaves it as it was and records the few rows of inputs that its update
-takes, and commit applies the first n of them — one read and one write of the state whatever the length of the draft,
-and memory for n rows of inputs, not for n states. Windows are kept whole until the commit.
+takes, and the first n of them are applied — one read and one write of the state whatever the length of the draft, and
+memory for n rows of inputs, not for n states. That is done at once, or by the next forward where that can
+(recordings.py). Windows are kept whole until the commit.
 
 While a transaction is open its state can be fed once, and otherwise only be released (which is commit(0)).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bough.errors import StateError
-from bough.ops.ragged import Recording, Replayed, ReplayedRow
-from bough.state.kinds import Replay, SlotPart
-from bough.state.pool import Pool
+from bough.state.recordings import Recordings
 
 if TYPE_CHECKING:
     from bough.state.live import State
@@ -26,7 +25,7 @@ class Transaction:
     def __init__(self, state: "State") -> None:
         self.state = state
         self.fed: int | None = None  # tokens of its forward; None before it
-        self.recordings: dict[tuple[int, str], Recording] = {}  # of its forward, by layer and part
+        self.recordings: Recordings | None = None  # of its forward
         self.at = 0  # where its own tokens begin in there
         self.target: int | None = None  # the slot that commit writes, where the state has none yet
         self.closed = False
@@ -34,7 +33,7 @@ class Transaction:
     @property
     def nbytes(self) -> int:
         """Bytes of the recorded inputs."""
-        return sum(recording.nbytes for recording in self.recordings.values())
+        return 0 if self.recordings is None else self.recordings.nbytes
 
     def expect_feedable(self) -> None:
         if self.fed is not None:
@@ -53,24 +52,22 @@ class Transaction:
         if not 0 <= count <= fed:
             raise StateError(f"{count} tokens cannot be kept: {fed} were fed")
 
-    def _close(self, count: int) -> ReplayedRow | None:
-        """The state is at its new length; what is left to do is the replay of its slot."""
+    def _close(self, count: int) -> None:
+        """The state is at its new length; what is left to do is owed."""
         state, pool = self.state, self.state.pool
-        self.closed, state.transaction = True, None
+        self.closed, state.transaction, state.condition = True, None, "ready"
         state.length = state.known = state.length + count
         for index, run in state.runs.items():
             state.runs[index] = pool.trim(index, run, state.length)
         if not count or pool.slot_store is None:
             pool.release(pool.slot_reference(self.target))
-            state.condition = "ready"
-            return None
-        state.condition = "broken"  # until all layers have moved on
+            return
         if state.slot is None:
             state.slot = self.target
             assert state.slot is not None
             for part in pool.stores[pool.slot_store].parts.values():
                 part[state.slot] = 0
-        return ReplayedRow(state.slot, self.at, count)
+        _lasting(self).owe(state, self.at, count)
 
     def __enter__(self) -> "Transaction":
         return self
@@ -88,39 +85,24 @@ def commit(kept: Sequence[tuple[Transaction, int]]) -> None:
     for transaction, count in kept:
         transaction._expect_committable(count)
     _expect_recorded(kept)
-    forwards: dict[int, list[tuple[Transaction, ReplayedRow]]] = {}
     for transaction, count in kept:
-        if (row := transaction._close(count)) is not None:
-            forwards.setdefault(id(transaction.recordings), []).append((transaction, row))
-    for together in forwards.values():
-        first = together[0][0]
-        _replay(first.state.pool, first.recordings, [row for _, row in together])
-        for transaction, _ in together:
-            transaction.state.condition = "ready"
+        transaction._close(count)
+    for recordings in {transaction.recordings for transaction, _ in kept}:
+        if recordings is not None:
+            recordings.settle()  # what those that last are owed waits
+
+
+def _lasting(transaction: Transaction) -> Recordings:
+    assert transaction.recordings is not None
+    return transaction.recordings.lasting or transaction.recordings
 
 
 def _expect_recorded(kept: Sequence[tuple[Transaction, int]]) -> None:
-    needed: dict[int, tuple[Transaction, int]] = {}  # by forward: up to which token
+    needed: dict[Recordings, int] = {}  # up to which token
     for transaction, count in kept:
         if count and transaction.state.pool.slot_store is not None:
-            _, most = needed.get(id(transaction.recordings), (transaction, 0))
-            needed[id(transaction.recordings)] = transaction, max(most, transaction.at + count)
-    for transaction, most in needed.values():
-        pool = transaction.state.pool
-        fields = pool.stores[pool.slot_store].unit.fields if pool.slot_store is not None else {}
-        lacking = [key for key in fields if transaction.recordings.get(key, Recording()).tokens < most]
-        if lacking:
+            recordings = _lasting(transaction)
+            needed[recordings] = max(needed.get(recordings, 0), transaction.at + count)
+    for recordings, most in needed.items():
+        if lacking := recordings.lacking(most):
             raise StateError(f"the inputs of {len(lacking)} parts were not recorded, of layer {lacking[0][0]} first")
-
-
-def _replay(pool: Pool, recordings: Mapping[tuple[int, str], Recording], rows: Sequence[ReplayedRow]) -> None:
-    """Move slots on, the layers whose parts are alike together."""
-    assert pool.slot_store is not None
-    store = pool.stores[pool.slot_store]
-    alike: dict[tuple[Replay, tuple[int, ...]], list[Replayed]] = {}
-    for key, recording in recordings.items():
-        part = store.unit.fields[key].part
-        assert isinstance(part, SlotPart)
-        alike.setdefault((part.replay, part.shape), []).append((store.parts[key], recording.inputs))
-    for (replay, _), layers in alike.items():
-        replay(layers, rows)

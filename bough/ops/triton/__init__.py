@@ -10,7 +10,7 @@ from bough.ops.triton.conv import carry, causal_conv
 from bough.ops.triton.delta import delta_gates, gated_delta, gated_delta_layer
 from bough.ops.triton.experts import experts
 from bough.ops.triton.heads import place_heads, rotations
-from bough.ops.triton.linear import few, few_rows, gated_rows
+from bough.ops.triton.linear import few, few_rows, gated_rows, product_normed, projected_rows
 from bough.ops.triton.norm import norm, norm_after, rms_norm_gated
 from bough.ops.triton.quant import expanded, quantised_product
 from bough.ops.triton.replay import replay_conv, replay_delta
@@ -32,6 +32,8 @@ __all__ = [
     "norm",
     "norm_after",
     "place_heads",
+    "product_normed",
+    "projected_rows",
     "quantised_product",
     "replay_conv",
     "replay_delta",

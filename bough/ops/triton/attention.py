@@ -2,10 +2,12 @@
 """Attention of a few new tokens a row over the pages of long histories.
 
 A program reads one span of one row's keys for one key head, and answers all queries of that head: every key and value
-is read once. What the spans of a row say is joined by a second launch, if there is more than one.
+is read once. Whichever of the spans of a row is done last joins what all of them say. Of few rows there are many spans
+of each: to join them is work for many programs, and a launch of its own.
 """
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,103 +15,165 @@ import triton.language as tl
 from torch import Tensor
 
 from bough.ops.ragged import Pages, Rows, Spans
-from bough.ops.spans import FEW, divided, programs
+from bough.ops.spans import FEW, SPAN, divided, joined_apart, programs
+from bough.ops.triton.activation import activated, gated
+from bough.ops.triton.arrivals import COUNTED, arrivals, is_last
 from bough.ops.triton.plan import on_device, shared_bytes
 from bough.ops.triton.prefill import ASIDE, CARRIED, attention_long
 
 LOG2E = tl.constexpr(1.4426950408889634)
-STAGES = 3
+READ = 32768
+JOINED = 8192  # numbers of parts that are read at a time
+
+
+class Cut(NamedTuple):
+    """How a program reads its keys."""
+
+    keys: int  # at a time
+    stages: int
+    warps: int
+
+
+@triton.jit
+def _pages(pages, first, low, end, page_tokens: tl.constexpr, block_n: tl.constexpr):
+    """The page of each of the keys from `first` on, or the one page of all."""
+    if page_tokens % block_n == 0:
+        return tl.load(pages + tl.minimum(first, end - 1) // page_tokens).to(tl.int64)
+    else:
+        token = tl.minimum(tl.maximum(first + tl.arange(0, block_n), low), end - 1)
+        return tl.load(pages + token // page_tokens).to(tl.int64)
+
+
+@triton.jit
+def _put(said, out, gate, at, gate_at, mask):
+    """Stores what was seen, rounded as attention and ops.gated are one by one."""
+    said = said.to(out.dtype.element_ty)
+    if gate is not None:
+        opened = tl.load(gate + gate_at, mask=mask, other=0.0).to(tl.float32)
+        opened = activated(opened, "sigmoid").to(gate.dtype.element_ty)
+        said = (opened.to(tl.float32) * said.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + at, said, mask=mask)
+
+
+@triton.jit
+def _join(
+    parts, weights, out, gate, slot, spans, step, begin, end, start, first_head, gate_token, gate_head,
+    heads: tl.constexpr, group: tl.constexpr, dv: tl.constexpr, block_s: tl.constexpr, block_g: tl.constexpr,
+    block_v: tl.constexpr,
+):  # fmt: skip
+    """Joins what the spans of a row say to its queries [begin, end), some at a time."""
+    g, vs, rounds = tl.arange(0, block_g), tl.arange(0, block_v), tl.cdiv(spans, block_s)
+    top, total = tl.full([block_g], -1e30, tl.float32), tl.zeros([block_g], tl.float32)
+    said = tl.zeros([block_g, block_v], tl.float32)
+    for turn in tl.range(0, tl.cdiv(end - begin, block_g) * rounds, num_stages=3):
+        query, round = begin + turn // rounds * block_g + g, turn % rounds
+        token, head, asked = query // group, first_head + query % group, query < end
+        s = round * block_s + tl.arange(0, block_s)
+        at = (slot + s.to(tl.int64) * step)[:, None] + (token * heads + head)[None, :]
+        there = (s < spans)[:, None] & asked[None, :]
+        log = tl.load(weights + at, mask=there, other=-float("inf"), cache_modifier=".cg")
+        mask = there[:, :, None] & (vs < dv)[None, None, :]
+        part = tl.load(parts + at[:, :, None] * dv + vs[None, None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        before = tl.where(round == 0, -1e30, top)
+        top = tl.maximum(before, tl.max(log, 0))
+        weight, fade = tl.exp2(log - top[None, :]), tl.where(round == 0, 0.0, tl.exp2(before - top))
+        total = total * fade + tl.sum(weight, 0)
+        said = said * fade[:, None] + tl.sum(part * weight[:, :, None], 0)
+        entry = (start + token).to(tl.int64)
+        out_at, gate_at = (entry * heads + head) * dv, entry * gate_token + head * gate_head
+        mask = (asked & (round == rounds - 1))[:, None] & (vs < dv)[None, :]
+        _put(said / total[:, None], out, gate, out_at[:, None] + vs[None, :], gate_at[:, None] + vs[None, :], mask)
 
 
 @triton.jit(do_not_specialize=["window", "most"])
 def _spans(
-    q, k, v, out, parts, weights, table, starts, counts, history, offsets, firsts, used, row_of_span, sizes,
-    q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head,
+    q, k, v, gate, out, parts, weights, arrived, table, starts, counts, history, offsets, firsts, used, row_of_span,
+    q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, gate_token, gate_head,
     scale, softcap, window, most,
     heads: tl.constexpr, group: tl.constexpr, dk: tl.constexpr, dv: tl.constexpr, page_tokens: tl.constexpr,
-    block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, block_v: tl.constexpr,
-    windowed: tl.constexpr, capped: tl.constexpr, stages: tl.constexpr,
+    span: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, block_v: tl.constexpr,
+    block_s: tl.constexpr, block_g: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr,
 ):  # fmt: skip
-    kv_head, here = tl.program_id(0), tl.program_id(1)
-    row, m = tl.load(row_of_span + here), tl.program_id(2) * block_m + tl.arange(0, block_m)  # queries, by their heads
+    kv_head, here, first_m = tl.program_id(0), tl.program_id(1), tl.program_id(2) * block_m
+    row = tl.load(row_of_span + here)
     if row < 0:
         return
     start, count, before = tl.load(starts + row), tl.load(counts + row), tl.load(history + row)
-    size = tl.load(sizes)
+    number, spans = here - tl.load(firsts + row), tl.load(used + row)
+    if first_m >= count * group:
+        return
     low = tl.maximum(before - window + 1, 0) if windowed else 0
-    begin = low + (here - tl.load(firsts + row)) * size
-    end = tl.minimum(begin + size, before + count)
-    ks, vs = tl.arange(0, block_k), tl.arange(0, block_v)
+    base = low // span * span
+    some = tl.cdiv(before + count - base, span)
+    begin = tl.maximum(base + number * some // spans * span, low // block_n * block_n)
+    end = tl.minimum(base + (number + 1) * some // spans * span, before + count)
+    pages = table + tl.load(offsets + row)
+    page = _pages(pages, begin, low, end, page_tokens, block_n)
+    m, ks, vs = first_m + tl.arange(0, block_m), tl.arange(0, block_k), tl.arange(0, block_v)
     place, present = before + m // group, m // group < count  # of each query
-    entry = (start + m // group).to(tl.int64) * heads + kv_head * group + m % group
-    at = (start + m // group).to(tl.int64) * q_token + (kv_head * group + m % group) * q_head
+    token, head = (start + m // group).to(tl.int64), kv_head * group + m % group
+    at = token * q_token + head * q_head
     query = tl.load(q + at[:, None] + ks[None, :], mask=present[:, None] & (ks < dk)[None, :], other=0.0)
-    page_of_row = table + tl.load(offsets + row)
+    k += kv_head * k_head
+    v += kv_head * v_head
 
     top = tl.full([block_m], -1e30, tl.float32)
-    total = tl.zeros([block_m], tl.float32)
+    totals = tl.zeros([block_m, block_n], tl.float32)  # summed up once, at the end
     said = tl.zeros([block_m, block_v], tl.float32)
-    for first in tl.range(begin, end, block_n, num_stages=stages):
-        token = first + tl.arange(0, block_n)
-        inside = token < end
-        page = tl.load(page_of_row + token // page_tokens, mask=inside, other=0).to(tl.int64)
-        in_page = token % page_tokens
-        of_k = page * k_page + in_page * k_token + kv_head * k_head
-        of_v = page * v_page + in_page * v_token + kv_head * v_head
+    for first in range(begin, end, block_n):
+        key_at = first + tl.arange(0, block_n)
+        inside, in_page = (key_at >= low) & (key_at < end), key_at % page_tokens
+        of_k, of_v = page * k_page + in_page * k_token, page * v_page + in_page * v_token
+        # A round early: while keys wait for their page in the same round, fewer of them are on their way.
+        page = _pages(pages, first + block_n, low, end, page_tokens, block_n)
         key = tl.load(k + of_k[:, None] + ks[None, :], mask=inside[:, None] & (ks < dk)[None, :], other=0.0)
         value = tl.load(v + of_v[:, None] + vs[None, :], mask=inside[:, None] & (vs < dv)[None, :], other=0.0)
-        score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if capped:
             score = softcap * (1 - 2 / (1 + tl.exp(2 * score / softcap)))
-        seen = inside[None, :] & (token[None, :] <= place[:, None])
+        seen = inside[None, :] & (key_at[None, :] <= place[:, None])
         if windowed:
-            seen &= token[None, :] > place[:, None] - window
+            seen &= key_at[None, :] > place[:, None] - window
         score = tl.where(seen, score * LOG2E, -float("inf"))
         above = tl.maximum(top, tl.max(score, 1))
         weight = tl.exp2(score - above[:, None])
         fade = tl.exp2(top - above)
-        total = total * fade + tl.sum(weight, 1)
-        said = tl.dot(weight.to(query.dtype), value.to(query.dtype), said * fade[:, None], input_precision="ieee")
+        totals = totals * fade[:, None] + weight
+        said = tl.dot(weight.to(query.dtype), value, said * fade[:, None], input_precision="ieee")
         top = above
+    total = tl.sum(totals, 1)
     said = said / tl.where(total > 0, total, 1.0)[:, None]
     mask = present[:, None] & (vs < dv)[None, :]
-    if tl.load(used + row) == 1:
-        tl.store(out + entry[:, None] * dv + vs[None, :], said, mask=mask)
+    if spans == 1:
+        at, gate_at = (token * heads + head) * dv, token * gate_token + head * gate_head
+        _put(said, out, gate, at[:, None] + vs[None, :], gate_at[:, None] + vs[None, :], mask)
     else:
-        slot = ((here * most).to(tl.int64) + m // group) * heads + kv_head * group + m % group
+        slot = ((here * most).to(tl.int64) + m // group) * heads + head
         tl.store(parts + slot[:, None] * dv + vs[None, :], said, mask=mask)
         tl.store(weights + slot, top + tl.log2(total), mask=present)
+        counter = (row * tl.num_programs(0) + kv_head) * tl.num_programs(2) + tl.program_id(2)
+        if arrived is not None and is_last(arrived + counter, spans):
+            _join(
+                parts, weights, out, gate, ((here - number) * most).to(tl.int64) * heads, spans, most * heads,
+                first_m, tl.minimum(first_m + block_m, count * group), start, kv_head * group, gate_token, gate_head,
+                heads, group, dv, block_s, block_g, block_v,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["most"])
-def _join(
-    parts, weights, out, row_of, starts, firsts, used, most,
-    heads: tl.constexpr, dv: tl.constexpr, block_s: tl.constexpr, block_v: tl.constexpr,
+def _joins(
+    parts, weights, out, gate, starts, counts, firsts, used, gate_token, gate_head, most,
+    heads: tl.constexpr, group: tl.constexpr, dv: tl.constexpr, block_s: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(0), tl.program_id(1)
-    row = tl.load(row_of + token)
-    if row < 0:
-        return
+    row, token, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     spans = tl.load(used + row)
-    if spans == 1:
-        return
-    first, vs = tl.load(firsts + row), tl.arange(0, block_v)
-    top, total = -1e30, 0.0
-    said = tl.zeros([block_v], tl.float32)
-    entry = ((first * most + token - tl.load(starts + row)) * heads + head).to(tl.int64)
-    for some in range(0, spans, block_s):
-        s = some + tl.arange(0, block_s)
-        slot = entry + s * (most * heads)
-        log = tl.load(weights + slot, mask=s < spans, other=-float("inf"))
-        part = tl.load(
-            parts + slot[:, None] * dv + vs[None, :], mask=(s < spans)[:, None] & (vs < dv)[None, :], other=0.0
-        )
-        above = tl.maximum(top, tl.max(log, 0))
-        weight, fade = tl.exp2(log - above), tl.exp2(top - above)
-        total = total * fade + tl.sum(weight, 0)
-        said = said * fade + tl.sum(part * weight[:, None], 0)
-        top = above
-    tl.store(out + (token * heads + head).to(tl.int64) * dv + vs, said / total, mask=vs < dv)
+    if (spans > 1) & (token < tl.load(counts + row)):
+        query = token * group + head % group
+        _join(
+            parts, weights, out, gate, (tl.load(firsts + row) * most).to(tl.int64) * heads, spans, most * heads,
+            query, query + 1, tl.load(starts + row), head // group * group, gate_token, gate_head,
+            heads, group, dv, block_s, 1, block_v,
+        )  # fmt: skip
 
 
 @lru_cache(8)
@@ -117,9 +181,8 @@ def _divided(rows: Rows, offset: tuple[int, ...], window: int | None, kv_heads: 
     parts = divided(rows.counts, rows.history, window, programs(device, kv_heads))
     starts = [sum(rows.counts[:row]) for row in range(len(rows.counts))]
     used = parts.used.tolist()
-    row_of = [row if used[row] else -1 for row, count in enumerate(rows.counts) for _ in range(count)]
     firsts = [sum(used[:row]) for row in range(len(used))]
-    lists = [starts, rows.counts, rows.history, offset, firsts, used, parts.row.tolist(), [parts.size], row_of]
+    lists = [starts, rows.counts, rows.history, offset, firsts, used, parts.row.tolist()]
     return Spans(*on_device([list(each) for each in lists], device))
 
 
@@ -131,40 +194,80 @@ def attention(
     stored: Pages,
     window: int | None = None,
     softcap: float | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """The twin of ops.attention for stored pages and no masks."""
-    (total, heads, dk), (_, page_tokens, kv_heads, dv) = q.shape, stored.v.shape
+    out = q.new_empty(*q.shape[:2], stored.v.shape[-1])
+    long = tuple(row for row, count in enumerate(rows.counts) if count > FEW)
+    if long:
+        attention_long(q, rows, stored, long, out, scale=scale, window=window, softcap=softcap)
+    own = None if long else gate
+    attention_short(q, rows, stored, out, own, scale=scale, window=window, softcap=softcap)
+    return out if gate is None or not long else gated(gate, out, torch.sigmoid)
+
+
+def attention_short(
+    q: Tensor,
+    rows: Rows,
+    stored: Pages,
+    out: Tensor,
+    gate: Tensor | None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    """What ops.attention gives for rows of up to FEW tokens, into `out` [T, H, v_dim]."""
+    (_, heads, dk), (_, page_tokens, kv_heads, dv) = q.shape, stored.v.shape
     k, v, group = stored.k, stored.v, heads // kv_heads
     most = max((count for count in rows.counts if count <= FEW), default=0)
-    assert q.stride(2) == k.stride(3) == v.stride(3) == 1
-    out = q.new_empty(total, heads, dv)
-    if long := tuple(row for row, count in enumerate(rows.counts) if count > FEW):
-        attention_long(q, rows, stored, long, out, scale=scale, window=window, softcap=softcap)
     spans = stored.spans or _divided(rows, stored.offset, window, kv_heads, q.device)
     if not most or not len(spans.row):
-        return out
+        return
+    assert k.dtype == v.dtype == q.dtype and q.stride(2) == k.stride(3) == v.stride(3) == 1
+    assert gate is None or gate.stride(2) == 1
     parts = torch.empty(len(spans.row), most, heads, dv, device=q.device)
     weights = torch.empty(len(spans.row), most, heads, device=q.device)
     queries, block_k, block_v = (max(16, triton.next_power_of_2(width)) for width in (group * most, dk, dv))
-    shared = shared_bytes(q.device)
-    carried = CARRIED // (2 if q.dtype == torch.float32 else 1)  # products in float32 take more registers
-    block_m = max(16, min(queries, carried // block_v, power_below(shared // (3 * block_k * q.dtype.itemsize))))
-    room = shared - ASIDE - block_m * block_k * q.dtype.itemsize
-    block_n = power_below(room // ((STAGES - 1) * (block_k + block_v) * k.dtype.itemsize))
-    _spans[kv_heads, len(spans.row), triton.cdiv(group * most, block_m)](
-        q, k, v, out, parts, weights, stored.table, *spans[:8],
-        *q.stride()[:2], *k.stride()[:3], *v.stride()[:3],
+    block_m = _queries(queries, block_k, block_v, q.dtype, q.device)
+    cut, blocks = _cut(block_m, block_k, block_v, q.dtype, q.device), triton.cdiv(group * most, block_m)
+    block_g, apart = min(triton.next_power_of_2(group), JOINED // block_v), joined_apart(len(rows.counts))
+    gate_strides = (0, 0) if gate is None else gate.stride()[:2]
+    assert len(rows.counts) * kv_heads * blocks <= COUNTED
+    _spans[kv_heads, len(spans.row), blocks](
+        q, k, v, gate, out, parts, weights, None if apart else arrivals(q.device), stored.table, *spans,
+        *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *gate_strides,
         scale, softcap or 0.0, window or 0, most,
-        heads=heads, group=group, dk=dk, dv=dv, page_tokens=page_tokens,
-        block_m=block_m, block_n=max(16, min(128, block_n)),
-        block_k=block_k, block_v=block_v, windowed=window is not None, capped=softcap is not None,
-        stages=STAGES, num_warps=_warps(block_m * block_v, k.dtype),
+        heads=heads, group=group, dk=dk, dv=dv, page_tokens=page_tokens, span=SPAN,
+        block_m=block_m, block_n=cut.keys, block_k=block_k, block_v=block_v,
+        block_s=JOINED // (block_g * block_v), block_g=block_g,
+        windowed=window is not None, capped=softcap is not None, num_stages=cut.stages, num_warps=cut.warps,
     )  # fmt: skip
-    _join[total, heads](
-        parts, weights, out, spans.row_of, spans.start, spans.first, spans.used, most,
-        heads=heads, dv=dv, block_s=32, block_v=block_v,
-    )  # fmt: skip
-    return out
+    if apart:
+        _joins[len(rows.counts), most, heads](
+            parts, weights, out, gate, spans.start, spans.tokens, spans.first, spans.used, *gate_strides, most,
+            heads=heads, group=group, dv=dv, block_s=JOINED // block_v, block_v=block_v,
+        )  # fmt: skip
+
+
+def _queries(queries: int, block_k: int, block_v: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many are answered together: as many as there are, and as fit in registers and in shared memory."""
+    carried = CARRIED // (2 if dtype == torch.float32 else 1)  # products in float32 take more registers
+    return max(
+        16, min(queries, carried // block_v, power_below(shared_bytes(device) // (3 * block_k * dtype.itemsize)))
+    )
+
+
+def _cut(block_m: int, block_k: int, block_v: int, dtype: torch.dtype, device: torch.device) -> Cut:
+    """READ bytes of keys and values at a time, and others on their way, where a processor can run two such programs."""
+    each, queries = (block_k + block_v) * dtype.itemsize, block_m * block_k * dtype.itemsize
+    keys = max(16, min(SPAN, power_below(READ // each)))
+    beside = block_m < 64  # of more queries, the matrix units are still reading while others come in
+    half, whole = (
+        (shared - ASIDE - queries) // (keys * each) + beside
+        for shared in (shared_bytes(device) // 2, shared_bytes(device))
+    )
+    return Cut(keys, max(2, min(4, half if half > 2 else whole)), _warps(block_m * block_v, dtype))
 
 
 def power_below(number: int) -> int:

@@ -14,40 +14,25 @@ from bough.ops.ragged import Carried, Rows, Slots, close_slots, open_slots
 from bough.ops.triton.plan import plan
 
 CHUNK = 64  # tokens that a program works on in long rows
+STRIP = 8  # of these, that a thread does
 CHANNELS = 128
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _input(
-    x, tails, slot, slot_stride, tail_stride, x_stride, start, at, channel, inside, keep: tl.constexpr,
-    past: tl.constexpr = False,
-):  # fmt: skip
-    """Input `at` of a row, 0 being the first of its tail, as [channels]; where `at` is [tokens, 1], one for each.
+def _silu(y):
+    """y / (1 + exp −y), by the square of an inverse root: a division takes as many instructions as the taps do."""
+    root = tl.rsqrt(1 + tl.exp2(y * -LOG2E))
+    return y * (root * root)
 
-    None is of the tail if all are `past` it.
-    """
-    if past:
-        return tl.load(x + (start + at - keep) * x_stride + channel, mask=inside, other=0.0)
+
+@triton.jit
+def _input(x, tails, slot, slot_stride, tail_stride, x_stride, start, at, channel, inside, keep: tl.constexpr):
+    """Input `at` of a row, 0 being the first of its tail, as [channels]; where `at` is [tokens, 1], one for each."""
     in_tail = inside & (at < keep)
     old = tl.load(tails + slot * slot_stride + at * tail_stride + channel, mask=in_tail & (slot >= 0), other=0.0)
     new = tl.load(x + (start + at - keep) * x_stride + channel, mask=inside & (at >= keep), other=0.0)
     return tl.where(at < keep, old.to(x.dtype.element_ty), new)
-
-
-@triton.jit
-def _filtered(
-    x, tails, slot, slot_stride, tail_stride, x_stride, start, at, channel, inside, taps, bias, channels,
-    kernel: tl.constexpr, biased: tl.constexpr, silu: tl.constexpr, past: tl.constexpr = False,
-):  # fmt: skip
-    """The output of a row's token `at`, in float32."""
-    y = tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32) if biased else 0.0
-    for i in tl.static_range(kernel):
-        tap = tl.load(taps + i * channels + channel, mask=channel < channels, other=0.0)
-        value = _input(
-            x, tails, slot, slot_stride, tail_stride, x_stride, start, at + i, channel, inside, kernel - 1, past
-        )
-        y += value.to(tl.float32) * tap
-    return y * tl.sigmoid(y) if silu else y
 
 
 @triton.jit
@@ -64,8 +49,26 @@ def _put_tail(
 
 
 @triton.jit
+def _settled(
+    x, past, turn, owed_start, owed, half, tails, source, slot_stride, tail_stride, x_stride, start, count, channels,
+    channel, inside, keep: tl.constexpr,
+):  # fmt: skip
+    """Moves a row's tail on by what it owes, in place; and records its inputs, of which it may owe some next."""
+    here = tl.load(turn)
+    if owed > 0:
+        _put_tail(
+            past + (1 - here) * half, tails, source, source, slot_stride, tail_stride, channels, owed_start, owed,
+            channel, inside, keep,
+        )  # fmt: skip
+    for t in range(start, start + count):
+        value = tl.load(x + t * x_stride + channel, mask=inside)
+        tl.store(past + here * half + t * channels + channel, value, mask=inside)
+
+
+@triton.jit
 def _short_rows(
-    x, y, tails, taps, bias, starts, counts, reads, writes, x_stride, y_stride, slot_stride, tail_stride, channels,
+    x, y, tails, taps, bias, starts, counts, reads, writes, past, turn, owed_start, owed, half,
+    x_stride, y_stride, slot_stride, tail_stride, channels,
     kernel: tl.constexpr, biased: tl.constexpr, silu: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
@@ -73,18 +76,27 @@ def _short_rows(
     inside = channel < channels
     start, count = tl.load(starts + row).to(tl.int64), tl.load(counts + row)
     source, target = tl.load(reads + row).to(tl.int64), tl.load(writes + row).to(tl.int64)
-    for t in range(count):
-        out = _filtered(
-            x, tails, source, slot_stride, tail_stride, x_stride, start, t, channel, inside, taps, bias, channels,
-            kernel, biased, silu,
+    if past is not None:
+        _settled(
+            x, past, turn, tl.load(owed_start + row), tl.load(owed + row), half, tails, source, slot_stride,
+            tail_stride, x_stride, start, count, channels, channel, inside, kernel - 1,
         )  # fmt: skip
-        tl.store(y + (start + t) * y_stride + channel, out, mask=inside)
+    for t in range(count):
+        out = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32) if biased else 0.0
+        for i in tl.static_range(kernel):
+            tap = tl.load(taps + i * channels + channel, mask=inside, other=0.0)
+            value = _input(
+                x, tails, source, slot_stride, tail_stride, x_stride, start, t + i, channel, inside, kernel - 1
+            )
+            out += value.to(tl.float32) * tap
+        tl.store(y + (start + t) * y_stride + channel, _silu(out) if silu else out, mask=inside)
     _put_tail(x, tails, source, target, slot_stride, tail_stride, x_stride, start, count, channel, inside, kernel - 1)
 
 
 @triton.jit
 def _short_tails(
-    x, tails, starts, counts, reads, writes, x_stride, slot_stride, tail_stride, channels,
+    x, tails, starts, counts, reads, writes, past, turn, owed_start, owed, half,
+    x_stride, slot_stride, tail_stride, channels,
     keep: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
@@ -92,6 +104,11 @@ def _short_tails(
     inside = channel < channels
     start, count = tl.load(starts + row).to(tl.int64), tl.load(counts + row)
     source, target = tl.load(reads + row).to(tl.int64), tl.load(writes + row).to(tl.int64)
+    if past is not None:
+        _settled(
+            x, past, turn, tl.load(owed_start + row), tl.load(owed + row), half, tails, source, slot_stride,
+            tail_stride, x_stride, start, count, channels, channel, inside, keep,
+        )  # fmt: skip
     _put_tail(x, tails, source, target, slot_stride, tail_stride, x_stride, start, count, channel, inside, keep)
 
 
@@ -99,26 +116,41 @@ def _short_tails(
 def _long_outputs(
     x, y, tails, taps, bias, reads, pieces, piece_start, chunk_start, chunk_count, chunk_row,
     x_stride, y_stride, slot_stride, tail_stride, channels,
-    kernel: tl.constexpr, biased: tl.constexpr, silu: tl.constexpr, chunk: tl.constexpr, block: tl.constexpr,
+    kernel: tl.constexpr, biased: tl.constexpr, silu: tl.constexpr,
+    chunk: tl.constexpr, strip: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    here = tl.program_id(1)
-    channel = (tl.program_id(0) * block + tl.arange(0, block))[None, :]
-    token, row = tl.arange(0, chunk)[:, None], tl.load(chunk_row + here)
+    """A thread takes a strip of tokens: it loads each input once, and all of them before it waits for any."""
+    keep: tl.constexpr = kernel - 1
+    tl.static_assert(strip >= keep)  # or later inputs than the first `keep` of a strip would be of the tail
+    here, token = tl.program_id(1), (tl.arange(0, chunk // strip) * strip)[:, None]
+    # Strips load what they share each for itself: so it lies with the thread that needs it, and no thread waits.
+    channel = tl.broadcast_to((tl.program_id(0) * block + tl.arange(0, block))[None, :], (chunk // strip, block))
+    inside = channel < channels
+    first, last, row = tl.load(chunk_start + here), tl.load(chunk_count + here) - 1, tl.load(chunk_row + here)
+    origin = x + first.to(tl.int64) * x_stride + channel
+    inputs: tl.tuple = ()
+    for i in tl.static_range(keep + strip):  # past the ends others are loaded, for nobody: that needs no masks
+        place = tl.minimum(tl.maximum(token + i - keep, -first), last)
+        inputs += (tl.load(origin + place * x_stride, mask=inside),)
     start = tl.load(piece_start + tl.load(pieces + row)).to(tl.int64)
-    before = tl.load(chunk_start + here) - start  # tokens of the row
-    at, slot = before + token, tl.load(reads + row).to(tl.int64)
-    inside = (token < tl.load(chunk_count + here)) & (channel < channels)
-    if before >= kernel - 1:
-        out = _filtered(
-            x, tails, slot, slot_stride, tail_stride, x_stride, start, at, channel, inside,
-            taps, bias, channels, kernel, biased, silu, True,
-        )  # fmt: skip
-    else:
-        out = _filtered(
-            x, tails, slot, slot_stride, tail_stride, x_stride, start, at, channel, inside,
-            taps, bias, channels, kernel, biased, silu,
-        )  # fmt: skip
-    tl.store(y + (start + at) * y_stride + channel, out, mask=inside)
+    before = first - start  # tokens of the row
+    if before < keep:
+        slot = tl.load(reads + row).to(tl.int64)
+        early: tl.tuple = ()
+        for i in tl.static_range(keep):
+            at, within = before + token + i, inside & (token + i - keep <= last)
+            early += (_input(x, tails, slot, slot_stride, tail_stride, x_stride, start, at, channel, within, keep),)
+        inputs = early + inputs[keep:]
+    weights: tl.tuple = ()
+    for i in tl.static_range(kernel):
+        weights += (tl.load(taps + i * channels + channel, mask=inside),)
+    shift = tl.load(bias + channel, mask=inside).to(tl.float32) if biased else 0.0
+    y += first.to(tl.int64) * y_stride + channel
+    for t in tl.static_range(strip):
+        out = shift
+        for i in tl.static_range(kernel):
+            out += inputs[t + i].to(tl.float32) * weights[i]
+        tl.store(y + (token + t) * y_stride, _silu(out) if silu else out, mask=inside & (token + t <= last))
 
 
 @triton.jit
@@ -158,11 +190,11 @@ def causal_conv(
     options = {"kernel": kernel, "biased": bias is not None, "silu": silu, "block": CHANNELS}
     blocks = triton.cdiv(channels, CHANNELS)
     if len(short.start):
-        _short_rows[blocks, len(short.start)](x, y, data, taps, bias, *short, *strides, **options)
+        _short_rows[blocks, len(short.start)](x, y, data, taps, bias, *short, *_past(x, slots), *strides, **options)
     if len(long.read):
         _long_outputs[blocks, len(long.chunk_start)](
             x, y, data, taps, bias, long.read, long.pieces, long.start, long.chunk_start, long.chunk_count,
-            long.chunk_row, *strides, chunk=CHUNK, **options,
+            long.chunk_row, *strides, chunk=CHUNK, strip=STRIP, num_warps=CHUNK // STRIP * CHANNELS // 256, **options,
         )  # fmt: skip
         _long_tails[blocks, len(long.read)](
             x, data, long.read, long.pieces, long.start, long.end, long.slot, x.stride(0), *strides[2:],
@@ -170,6 +202,17 @@ def causal_conv(
         )  # fmt: skip
     slots.record(rows, x)
     return close_slots(y, slots, explicit)
+
+
+def _past(x: Tensor, slots: Slots) -> tuple[Tensor | int | None, ...]:
+    """What was recorded before and will be now, whose turn it is, what rows owe, and how far one half is from another.
+
+    None where nothing is owed.
+    """
+    if slots.owed is None or slots.recording is None:
+        return (None,) * 4 + (0,)
+    past = slots.recording.room((x, x.dtype))[0]
+    return past, *slots.owed, past.stride(0)
 
 
 def carry(x: Tensor, rows: Rows, *, stored: Slots) -> None:
@@ -180,7 +223,7 @@ def carry(x: Tensor, rows: Rows, *, stored: Slots) -> None:
     short, long = plan(rows, slots, CHUNK)
     strides, blocks = (x.stride(0), data.stride(0), data.stride(1), channels), triton.cdiv(channels, CHANNELS)
     if len(short.start):
-        _short_tails[blocks, len(short.start)](x, data, *short, *strides, keep=keep, block=CHANNELS)
+        _short_tails[blocks, len(short.start)](x, data, *short, *_past(x, slots), *strides, keep=keep, block=CHANNELS)
     if len(long.read):
         _long_tails[blocks, len(long.read)](
             x, data, long.read, long.pieces, long.start, long.end, long.slot, *strides,

@@ -7,15 +7,16 @@ on demand the gates, are done on the side. The norm after it takes whole heads, 
 launch of its own.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from bough.ops.delta import DeltaLayer, split_heads
-from bough.ops.ragged import Carried, Rows, Slots, close_slots, open_slots
+from bough.ops.ragged import Carried, Owed, Rows, Slots, close_slots, open_slots
 from bough.ops.triton.chunks import advance_long, chunk_tokens
-from bough.ops.triton.conv import causal_conv
 from bough.ops.triton.norm import rms_norm_gated
 from bough.ops.triton.plan import plan
 
@@ -57,14 +58,26 @@ def delta_gates(a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Te
     return g, beta
 
 
+class Kept(NamedTuple):
+    """Where what moves a state on is recorded; by turns, if something may be owed."""
+
+    keys: Tensor | None = None
+    decays: Tensor | None = None
+    changes: Tensor | None = None
+    owed: Owed | None = None
+
+
 @triton.jit
 def _short_rows(
-    q, k, v, a, b, out, decays, changes, states, starts, counts, reads, writes, rate, dt_bias, scale,
-    q_stride, k_stride, v_stride, a_stride, b_stride, slot_stride,
+    q, k, v, a, b, out, keys, decays, changes, states, starts, counts, reads, writes, turn, owed_start, owed,
+    rate, dt_bias, scale, q_stride, k_stride, v_stride, a_stride, b_stride, slot_stride, total,
     heads: tl.constexpr, group: tl.constexpr, dk: tl.constexpr, dv: tl.constexpr,
     block_k: tl.constexpr, block_v: tl.constexpr, projected: tl.constexpr, recorded: tl.constexpr,
 ):  # fmt: skip
-    """a and b are g and β; or, if `projected`, what these are made of. If `recorded`, changes and made g are kept."""
+    """a and b are g and β; or, if `projected`, what these are made of. If `recorded`, changes and made g are kept.
+
+    Where that is done by turns, keys are kept too, and the state is first moved on, in place, by what the row owes.
+    """
     row, head = tl.program_id(1), tl.program_id(0) // tl.cdiv(dv, block_v)
     part, ks = tl.program_id(0) % tl.cdiv(dv, block_v), tl.arange(0, block_k)
     vs = part * block_v + tl.arange(0, block_v)
@@ -73,8 +86,26 @@ def _short_rows(
     inside = (ks < dk)[:, None] & (vs < dv)[None, :]
     at = head * dk * dv + ks[:, None] * dv + vs[None, :]
     state = tl.load(states + source * slot_stride + at, mask=inside & (source >= 0), other=0.0)
+    if turn is not None:
+        half = tl.load(turn) * total
+        before, first, tokens = total - half, tl.load(owed_start + row), tl.load(owed + row)
+        for t in range(before + first, before + first + tokens):
+            key = tl.load(keys + (t * (heads // group) + head // group) * dk + ks, mask=ks < dk, other=0.0)
+            key = key.to(tl.float32)
+            key *= tl.rsqrt(tl.sum(key * key, 0) + EPS)
+            change = tl.load(changes + (t * heads + head) * dv + vs, mask=vs < dv, other=0.0)
+            state = state * tl.exp(tl.load(decays + t * heads + head)) + key[:, None] * change[None, :]
+        if tokens > 0:
+            tl.store(states + source * slot_stride + at, state, mask=inside)
+        keys += half * (heads // group * dk)
+        decays += half * heads
+        changes += half * (heads * dv)
     for t in range(start, start + count):
-        key = tl.load(k + t * k_stride + head // group * dk + ks, mask=ks < dk, other=0.0).to(tl.float32)
+        key = tl.load(k + t * k_stride + head // group * dk + ks, mask=ks < dk, other=0.0)
+        if turn is not None:
+            kept = (ks < dk) & (part == 0) & (head % group == 0)
+            tl.store(keys + (t * (heads // group) + head // group) * dk + ks, key, mask=kept)
+        key = key.to(tl.float32)
         query = tl.load(q + t * q_stride + head // group * dk + ks, mask=ks < dk, other=0.0).to(tl.float32)
         value = tl.load(v + t * v_stride + head * dv + vs, mask=vs < dv, other=0.0)
         key *= tl.rsqrt(tl.sum(key * key, 0) + EPS)
@@ -115,7 +146,7 @@ def gated_delta(
     short, long = plan(rows, slots, chunk_tokens(v.dtype))
     changes = v.new_empty(v.shape, dtype=torch.float32) if slots.recording is not None else None
     if len(short.start):
-        advance_short(q, k, v, g, beta, out, slots.data, *short, changes=changes)
+        advance_short(q, k, v, g, beta, out, slots.data, *short, kept=Kept(changes=changes))
     if len(long.read):
         advance_long(q, k, v, g, beta, out, slots.data, long)
     if changes is not None:  # of rows that are recorded, all of which are among the short ones
@@ -136,14 +167,13 @@ def advance_short(
     read: Tensor,
     write: Tensor,
     gates: tuple[Tensor, Tensor] | None = None,
-    decays: Tensor | None = None,
-    changes: Tensor | None = None,
+    kept: Kept | None = None,
 ) -> None:
     """Rows of a few tokens: g and β in `a` and `b`; or their projections, with the layer's rate and dt_bias.
 
-    What each token changes goes to `changes`, where that is wanted; g made of projections then goes to `decays`.
+    What moves states on is recorded where it is to be `kept`.
     """
-    (total, k_heads, dk), (_, heads, dv) = k.shape, v.shape
+    (total, k_heads, dk), (_, heads, dv), kept = k.shape, v.shape, kept or Kept()
     for each in (q, k, v):
         assert each.stride(2) == 1 and each.stride(1) == each.shape[2]
     assert states.stride()[1:] == (dk * dv, dv, 1) and a.stride(1) == b.stride(1) == 1 and out.is_contiguous()
@@ -151,10 +181,11 @@ def advance_short(
     fits = CARRIED // block_k // (1 if total == len(start) else 2)
     block_v = max(1, min(triton.next_power_of_2(dv), fits))
     _short_rows[heads * triton.cdiv(dv, block_v), len(start)](
-        q, k, v, a, b, out, decays, changes, states, start, count, read, write, *(gates or (None, None)), dk**-0.5,
-        q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), states.stride(0),
+        q, k, v, a, b, out, *kept[:3], states, start, count, read, write, *(kept.owed or (None,) * 3),
+        *(gates or (None, None)), dk**-0.5,
+        q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), states.stride(0), total,
         heads=heads, group=heads // k_heads, dk=dk, dv=dv, block_k=block_k, block_v=block_v,
-        projected=gates is not None, recorded=changes is not None, num_warps=1,
+        projected=gates is not None, recorded=kept.changes is not None, num_warps=1,
     )  # fmt: skip
 
 
@@ -166,22 +197,25 @@ def gated_delta_layer(
     layer: DeltaLayer,
     k_heads: int,
     rows: Rows,
-    tails: Slots,
     states: Slots,
 ) -> Tensor:
-    """The twin of ops.gated_delta_layer; of activations it knows SiLU."""
+    """The twin of ops.gated_delta_layer."""
     slots = open_slots("gated_delta_layer", rows, states, None)
-    qkv = causal_conv(qkv, layer.taps, rows, stored=tails, silu=True).out
     q, k, v = split_heads(qkv, k_heads, slots.data)
     short, long = plan(rows, slots, chunk_tokens(v.dtype))
     if len(long.read):
         g, beta = delta_gates(a, b, layer.rate, layer.dt_bias)
         out = gated_delta(q, k, v, g, beta, rows, stored=states).out
     else:
-        out, kept = v.new_empty(v.shape), tuple[Tensor, ...]()
-        if slots.recording is not None:
-            kept = tuple(each.new_empty(each.shape, dtype=torch.float32) for each in (a, v))
+        out, kept = v.new_empty(v.shape), Kept()
+        if slots.recording is not None and slots.owed is not None:
+            keys, decays, changes = slots.recording.room((k, k.dtype), (a, torch.float32), (v, torch.float32))
+            kept = Kept(keys, decays, changes, slots.owed)
+        elif slots.recording is not None:
+            decays, changes = (each.new_empty(each.shape, dtype=torch.float32) for each in (a, v))
+            kept = Kept(k, decays, changes)
         if len(short.start):
-            advance_short(q, k, v, a, b, out, slots.data, *short, (layer.rate, layer.dt_bias), *kept)
-        slots.record(rows, k, *kept)
+            advance_short(q, k, v, a, b, out, slots.data, *short, (layer.rate, layer.dt_bias), kept)
+        if kept.keys is not None and kept.decays is not None and kept.changes is not None:
+            slots.record(rows, kept.keys, kept.decays, kept.changes)
     return rms_norm_gated(out, z.view(v.shape), layer.norm, layer.eps)

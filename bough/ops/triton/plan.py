@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from triton.runtime import driver
 
@@ -19,6 +21,7 @@ from bough.ops.ragged import Rows, ShortRows, Slots
 SHORT = 8
 NONE = -1
 ALIGN = 4  # numbers: 16 bytes
+Ints = NDArray[np.integer]
 
 
 class Long(NamedTuple):
@@ -60,8 +63,7 @@ def _plan(
     device: torch.device,
 ) -> Plan:
     short: list[tuple[int, ...]] = []
-    pieces: list[tuple[int, int, int, int]] = []
-    chunks: list[tuple[int, int, int]] = []
+    pieces: list[tuple[int, ...]] = []
     sources, ends = [], [0]
     for row, start, end in rows:
         cuts = rows.cuts_of(row)
@@ -72,17 +74,15 @@ def _plan(
         sources.append(read[row])
         first = 0
         for last in sorted({*cuts, end - start}):
-            pieces.append((start + first, start + last, slot_at.get(last, NONE), len(chunks)))
-            chunks += [(start + at, min(chunk, last - at), len(ends) - 1) for at in range(first, last, chunk)]
+            pieces.append((len(ends) - 1, start + first, start + last, slot_at.get(last, NONE)))
             first = last
         if (end - start) in slot_at:  # both the cut and the row's own slot hold the state at its end
-            pieces.append((end, end, NONE, len(chunks)))
-        pieces[-1] = (*pieces[-1][:2], write[row], pieces[-1][3])
+            pieces.append((len(ends) - 1, end, end, NONE))
+        pieces[-1] = (*pieces[-1][:3], write[row])
         ends.append(len(pieces))
-    starts, counts, reads, writes = _columns(short, 4)
-    begins, lasts, slots, firsts = _columns(pieces, 4)
-    parts = [starts, counts, reads, writes, sources, ends, begins, lasts, slots, firsts, *_columns(chunks, 3)]
-    tensors = on_device(parts, device)
+    owners, begins, lasts, slots = _columns(pieces)
+    chunks = _chunks(owners, begins, lasts, chunk)
+    tensors = on_device([*_columns(short), sources, ends, begins, lasts, slots, *chunks], device)
     return Plan(ShortRows(*tensors[:4]), Long(*tensors[4:]))
 
 
@@ -92,8 +92,17 @@ def _none(device: torch.device) -> Long:
     return _plan(Rows((), ()), (), (), (), 1, device).long
 
 
-def _columns(table: Sequence[tuple[int, ...]], width: int) -> list[list[int]]:
-    return [[entry[column] for entry in table] for column in range(width)]
+def _columns(table: Sequence[tuple[int, ...]]) -> NDArray[np.int32]:
+    """Those of a table of fours."""
+    return np.array(table, np.int32).reshape(-1, 4).T
+
+
+def _chunks(row: Ints, start: Ints, end: Ints, size: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """The first chunk of each piece; and of all chunks their first tokens, how many these are, and their rows."""
+    counts = -(-(end - start) // size)
+    first = np.cumsum(counts) - counts
+    token = np.repeat(start - first * size, counts) + np.arange(counts.sum()) * size
+    return first, token, np.minimum(size, np.repeat(end, counts) - token), np.repeat(row, counts)
 
 
 @cache
@@ -105,11 +114,12 @@ def shared_bytes(device: torch.device) -> int:
     return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
-def on_device(parts: list[list[int]], device: torch.device) -> list[Tensor]:
+def on_device(parts: Sequence[Sequence[int] | Ints], device: torch.device) -> Sequence[Tensor]:
     """Lists of numbers as int32 tensors, sent in one copy. Each is aligned, so that kernels are compiled once."""
-    places = [-(-len(part) // ALIGN) * ALIGN for part in parts]
-    packed = torch.zeros(sum(places), dtype=torch.int32, pin_memory=device.type == "cuda")
-    for part, place in zip(parts, packed.split(places), strict=True):
-        place[: len(part)] = torch.tensor(part, dtype=torch.int32)
-    sent = packed.to(device, non_blocking=True).split(places)
-    return [place[: len(part)] for part, place in zip(parts, sent, strict=True)]
+    sizes = [size for part in parts for size in (len(part), -len(part) % ALIGN)]
+    packed = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    numbers, at = packed.numpy(), 0
+    for part in parts:
+        numbers[at : at + len(part)] = part
+        at += -(-len(part) // ALIGN) * ALIGN
+    return packed.to(device, non_blocking=True).split(sizes)[::2]

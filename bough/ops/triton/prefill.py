@@ -4,10 +4,10 @@
 A program answers a block of a row's new tokens for the heads that share a key head, and reads the keys these see from
 their pages. Where there are fewer such blocks than processors (a few tokens after a long history), the keys of a block
 are shared out among several programs, and a second launch joins what they say. Rows that the library's own kernels
-serve as well are left to them.
+serve as well are left to them (library.py).
 """
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from bough.ops.ragged import Pages, Rows
 from bough.ops.spans import processors
+from bough.ops.triton.library import by_library, gathered, is_served
 from bough.ops.triton.plan import on_device, shared_bytes
 
 LOG2E = 1.4426950408889634
 PACK = 16  # heads of a block, at most
 JOINED = 16  # queries that a program joins
-BLOCK = 8192  # tokens of a part that the library is given
 UNEVEN = 2  # times its share of all keys, up to which a block is left to one program
 
 
@@ -197,60 +197,14 @@ def attention_long(
     softcap: float | None = None,
 ) -> None:
     """What ops.attention gives for the rows `which`, over stored pages and without masks, into `out` [T, H, v_dim]."""
-    own = tuple(row for row in which if not _by_library(q, rows, stored, row, window, softcap))
+    own = tuple(row for row in which if not is_served(q, rows, stored, row, window, softcap))
     if own:
         tile = tile_of(max(q.shape[-1], out.shape[-1]), q.dtype, q.device)
         over_pages(q, rows, stored, own, out, tile, scale=scale, window=window, softcap=softcap)
     for row, start, end in rows:
         if row in which and row not in own:
-            k, v = stored.span(row, 0, rows.history[row] + rows.counts[row])
-            out[start:end] = by_library(q[start:end], k, v, scale)
-
-
-def _by_library(q: Tensor, rows: Rows, stored: Pages, row: int, window: int | None, softcap: float | None) -> bool:
-    """Whether a row is left to the library: one that it serves, and that is whole blocks after whole blocks."""
-    count, keys = rows.counts[row], rows.history[row] + rows.counts[row]
-    plain = softcap is None and (window is None or window >= keys) and stored.k.shape == stored.v.shape
-    blocks = count % BLOCK == 0 and keys % BLOCK == 0 and q.is_cuda and q.dtype == torch.bfloat16
-    return plain and blocks and _has_library(q.device, q.shape[1], stored.k.shape[2], q.shape[2])
-
-
-@cache
-def _has_library(device: torch.device, heads: int, kv_heads: int, width: int) -> bool:
-    """Whether it does such heads on this device."""
-    q, k = (torch.zeros(16, n, width, dtype=torch.bfloat16, device=device) for n in (heads, kv_heads))
-    try:
-        _part(q, k, k, 1.0, causal=True)
-    except RuntimeError:
-        return False
-    return True
-
-
-def by_library(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q [n, H, d] are the last n of the tokens of k and v [S, Hkv, d]: each block over itself and all before it.
-
-    The library is half as fast again as `over_pages`, but plans anew for every size it has not seen, which takes it
-    longer than a prompt. So it is given parts of one size, which are joined by what each weighs.
-    """
-    out, history = torch.empty_like(q, memory_format=torch.contiguous_format), len(k) - len(q)
-    for first in range(0, len(q), BLOCK):
-        some, here = q[first : first + BLOCK], history + first
-        said, log = _part(some, k[here : here + BLOCK], v[here : here + BLOCK], scale, causal=True)
-        for before in range(0, here, BLOCK):
-            past, other = _part(some, k[before : before + BLOCK], v[before : before + BLOCK], scale, causal=False)
-            said = torch.lerp(said.float(), past.float(), torch.sigmoid(other - log))
-            log = torch.logaddexp(log, other)
-        out[first : first + BLOCK] = said[0].transpose(0, 1)
-    return out
-
-
-def _part(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """What a block of queries sees of a block of keys [1, H, n, d], and the logarithm of its weight [1, H, n, 1]."""
-    q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
-    out, log, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal, False, scale=scale
-    )
-    return out, log.reshape(*q.shape[:3], 1)
+            k, v = gathered(stored, row, rows.history[row] + rows.counts[row])
+            by_library(q[start:end], k, v, out[start:end], scale)
 
 
 def over_pages(

@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """Products of few rows with weights of 8 or 4 bits, which are read once; and weights in full.
 
-What bounds them is how many instructions a weight takes. So codes become numbers by masking alone: bits of a word
-below 2**24, read as float32, are that integer times 2**-149 (a denormal, which the processors multiply at full rate).
-The powers of two that this and a code's place in its word make are taken out again where it costs little: from the
-inputs where they are few, else from the scales and the sums. All are exact.
+What bounds them is how many instructions a weight takes, and how soon all that is to be read is asked for. So codes
+become numbers by masking alone: bits of a word below 2**24, read as float32, are that integer times 2**-149 (a
+denormal, which the processors multiply at full rate). The powers of two that this and a code's place in its word make
+are taken out again where it costs little: from the inputs where they are few, else from the scales. All are exact.
+And a thread loads chunks that it also multiplies, several before it begins: none pass through shared memory.
 
 Every row's sums are of the same cuts in the same order, whatever rows are beside it and however programs are timed.
 """
@@ -16,8 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 2  # up to which the arithmetic units do as well as the matrix units
-BESIDE = tl.constexpr(4)  # words of a chunk
+from bough.ops.activation import Activation
+from bough.ops.triton.activation import ACTIVATIONS
+from bough.ops.triton.arrivals import COUNTED, arrivals
+from bough.ops.triton.linear import _gathered, _outputs, _put
+
+WORDS = tl.constexpr(4)  # of a chunk
+STEP = 4  # chunks, of which the matrix units multiply a plane at a time
 INTEGER = tl.constexpr(2.0**69)  # with LIFT the 2**149 of an integer that is read as a number: no float32 has it whole
 LIFT = tl.constexpr(80)
 LOW = tl.constexpr(2.0**-60)  # of weights while they are multiplied, so that none of the factors leaves the range
@@ -27,222 +33,312 @@ class Cut(NamedTuple):
     """How a product is cut into programs."""
 
     outputs: int  # of a program
-    warps: int
-    stages: int
+    chunks: int  # of each that it multiplies at a time
+    ahead: int  # times that it loads before it multiplies
+    warps: int = 1
     parts: int = 1  # that the inputs are cut into
+    registers: int | None = None  # that a thread may use: with fewer, more programs run at a time
 
 
 @triton.jit
-def _tile(data, scale, zero, output, start, inputs: tl.constexpr, group: tl.constexpr, words: tl.constexpr):
-    """Words [outputs, words]; step and shift [outputs, chunks]: a weight is code · step + shift. Zeros outside."""
-    planes: tl.constexpr = 4 if zero is None else 8
-    every: tl.constexpr = inputs // planes
-    ragged: tl.constexpr = every % words != 0
-    at = start + tl.arange(0, words)[None, :]
-    chunk = start // BESIDE + tl.arange(0, words // BESIDE)[None, :]
-    inside = at < every if ragged else None
-    known = chunk < every // BESIDE if ragged else None
+def _weights_at(data, steps, output, chunk, every: tl.constexpr, group: tl.constexpr, bits: tl.constexpr):
+    """Where the first words [chunks, *outputs, WORDS] and steps [chunks, *outputs, 1 or 2] are."""
+    place = (output * every)[None, :, :] + chunk[:, None, None]
+    words = data + place[:, :, :, None] * WORDS + tl.arange(0, WORDS)[None, None, None, :]
+    place = (output * (every // group))[None, :, :] + chunk[:, None, None] // group
+    return words, steps + place[:, :, :, None] * (8 // bits) + tl.arange(0, 8 // bits)[None, None, None, :]
+
+
+@triton.jit
+def _loaded(
+    words, steps, start, chunk, every: tl.constexpr, group: tl.constexpr, bits: tl.constexpr, ragged: tl.constexpr
+):
+    """Words and steps of the chunks from start on. Zeros past the last."""
+    inside = (start + chunk < every)[:, None, None, None] if ragged else None
     other = 0 if ragged else None
-    word = tl.load(data + output * every + at, mask=inside, other=other).to(tl.uint32, bitcast=True)
-    place = output * (inputs // group) + chunk // (group // (BESIDE * planes))
-    step = tl.load(scale + place, mask=known, other=other).to(tl.float32)
-    if zero is None:
+    word = tl.load(words + start * WORDS, mask=inside, other=other).to(tl.uint32, bitcast=True)
+    return word, tl.load(steps + start // group * (8 // bits), mask=inside, other=other)
+
+
+@triton.jit
+def _scale(steps, bits: tl.constexpr):
+    """step and shift [chunks, *outputs]: a weight is code · step + shift."""
+    steps = steps.to(tl.float32)
+    if bits == 8:
+        step = tl.reshape(steps, steps.shape[:3])
         shift = step * -128.0
     else:
-        shift = tl.load(zero + place, mask=known, other=other).to(tl.float32) - 8.0 * step
-    return word, step, shift
+        step, zero = tl.split(steps)
+        shift = zero - 8.0 * step
+    return step, shift
 
 
 @triton.jit
-def _first(at, planes: tl.constexpr):
-    """Which input the first code of a word belongs to; those of the others follow, BESIDE apart."""
-    return at // BESIDE * (BESIDE * planes) + at % BESIDE
+def _inputs_at(x, chunk, bits: tl.constexpr):
+    """Where the first of each row's inputs [chunks, rows, 1, 2 · WORDS] are."""
+    at = (chunk * (128 // bits))[:, None, None, None] + tl.arange(0, 2 * WORDS)[None, None, None, :]
+    return x[None, :, None, None] + at
 
 
 @triton.jit
-def _plane(word, seen, plane: tl.constexpr, bits: tl.constexpr):
-    """code · input of the codes at one place in their words, times 2**(LIFT - 149)."""
-    late: tl.constexpr = plane * bits + bits > 24
-    at: tl.constexpr = plane * bits - (8 if late else 0)
-    code = (word >> 8 if late else word) & ((1 << bits) - 1 << at)
-    return code.to(tl.float32, bitcast=True) * (seen * 2.0 ** (LIFT - at))
+def _inputs(x, start, chunk, pair: tl.constexpr, bits: tl.constexpr, every: tl.constexpr, ragged: tl.constexpr):
+    """What the codes at two neighbouring places in their words are multiplied with: each [chunks, rows, 1, WORDS]."""
+    inside = (start + chunk < every)[:, None, None, None] if ragged else None
+    x += start * (128 // bits) + 2 * WORDS * pair
+    both = tl.load(x, mask=inside, other=0.0 if ragged else None)
+    both = tl.reshape(both, [both.shape[0], both.shape[1], 1, 2, WORDS])
+    return tl.split(tl.permute(both, [0, 1, 2, 4, 3]))
+
+
+@triton.constexpr_function
+def _place(plane, bits):
+    """Where the codes of a plane are in what they are masked from."""
+    return plane * bits - (8 if plane * bits + bits > 24 else 0)
 
 
 @triton.jit
-def _row(x, inside, word, step, shift, block: tl.constexpr, words: tl.constexpr, bits: tl.constexpr):
-    """The sums [outputs, chunks] of one row."""
-    sums = tl.zeros([block, words], tl.float32)
-    whole = tl.zeros([1, words], tl.float32)
-    for plane in tl.static_range(32 // bits):
-        seen = tl.load(x + BESIDE * plane, mask=inside, other=None if inside is None else 0.0)
-        seen = seen.to(tl.float32)
-        whole += seen
-        sums += _plane(word, seen, plane, bits)
-    sums = tl.sum(tl.reshape(sums, [block, words // BESIDE, BESIDE]), 2)
-    whole = tl.sum(tl.reshape(whole, [1, words // BESIDE, BESIDE]), 2)
-    return sums * (step * INTEGER) + whole * shift
+def _code(word, plane: tl.constexpr, bits: tl.constexpr):
+    """The codes at one place in their words as numbers, times 2**(_place - 149)."""
+    at: tl.constexpr = _place(plane, bits)
+    code = (word if at == plane * bits else word >> 8) & ((1 << bits) - 1 << at)
+    return code.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _summed(x, start, chunk, word, steps, bits: tl.constexpr, every: tl.constexpr, ragged: tl.constexpr):
+    """The sums [chunks, *outputs] of one row."""
+    sums = tl.zeros(word.shape, tl.float32)
+    whole = tl.zeros([word.shape[0], word.shape[1], 1, WORDS], tl.float32)
+    for pair in tl.static_range(16 // bits):
+        both = _inputs(x, start, chunk, pair, bits, every, ragged)
+        for half in tl.static_range(2):
+            seen = both[half].to(tl.float32)
+            whole += seen
+            sums += _code(word, 2 * pair + half, bits) * (seen * 2.0 ** (LIFT - _place(2 * pair + half, bits)))
+    step, shift = _scale(steps, bits)
+    return tl.sum(sums, 3) * (step * INTEGER) + tl.sum(whole, 3) * shift
+
+
+@triton.jit
+def _plain_vector(
+    x, plain, out, tile, outputs, beside, inputs: tl.constexpr, block: tl.constexpr, span: tl.constexpr
+):  # fmt: skip
+    """The products of one row with some of the weights that have not been quantised."""
+    first = tile * block
+    output = tl.minimum(first + tl.arange(0, block), beside - 1).to(tl.int64)[:, None]
+    sums = tl.zeros([block, span // 8], tl.float32)
+    for start in tl.range(0, inputs, span, num_stages=1):
+        at = start + tl.arange(0, span)[None, :]
+        some = tl.load(plain + output * inputs + at, mask=at < inputs, other=0.0).to(tl.float32)
+        seen = tl.load(x + at, mask=at < inputs, other=0.0).to(tl.float32)
+        sums += tl.sum(tl.reshape(some * seen, [block, span // 8, 8]), 2)
+    total = tl.sum(sums, 1)[:, None]
+    _put(total, None, output, out, outputs + first, tl.arange(0, 1), 1, outputs + beside, block, None)
+
+
+@triton.jit
+def _vector(
+    x, data, steps, plain, out, outputs, beside, inputs: tl.constexpr, group: tl.constexpr, bits: tl.constexpr,
+    block: tl.constexpr, chunks: tl.constexpr, ahead: tl.constexpr, warps: tl.constexpr, activation: tl.constexpr,
+):  # fmt: skip
+    every: tl.constexpr = inputs * bits // 128
+    ragged: tl.constexpr = every % (chunks * ahead) != 0
+    abreast: tl.constexpr = 32 * warps // chunks  # outputs of which the threads load chunks at once
+    tile, tiles = tl.program_id(0), tl.cdiv(outputs, block)
+    if plain is None or tile < tiles:
+        output = _outputs(tile * block, outputs, block, activation is not None).to(tl.int64)
+        chunk = tl.arange(0, chunks)
+        placed = tl.reshape(output, [abreast, block // abreast])
+        words, each = _weights_at(data, steps, placed, chunk, every, group, bits)
+        seen = _inputs_at(x + tl.zeros([abreast], tl.int32), chunk, bits)
+        sums = tl.zeros([chunks, abreast, block // abreast], tl.float32)
+        for start in tl.range(0, every, chunks * ahead, num_stages=1):
+            some = _loaded(words, each, start, chunk, every, group, bits, ragged)
+            for time in tl.static_range(1, ahead):
+                some += _loaded(words, each, start + time * chunks, chunk, every, group, bits, ragged)
+            tl.debug_barrier()  # else the compiler would load later, to use fewer registers
+            for time in tl.static_range(ahead):
+                word, scales, at = some[2 * time], some[2 * time + 1], start + time * chunks
+                sums += _summed(seen, at, chunk, word, scales, bits, every, ragged)
+        total = tl.reshape(tl.sum(sums, 0), [block, 1])
+        _put(total, None, output, out, tile * block, tl.arange(0, 1), 1, outputs + beside, block, activation)
+    elif plain is not None:  # as many bytes of these
+        _plain_vector(x, plain, out, tile - tiles, outputs, beside, inputs, block // 4, 1024 * warps)
+
+
+@triton.jit
+def _plane(tile):
+    """[STEP, n, 1, WORDS] as [n, STEP · WORDS], in the order in which the matrix units take what threads load."""
+    tile = tl.permute(tl.reshape(tile, [tile.shape[0], tile.shape[1], 2, 2]), [1, 2, 0, 3])
+    return tl.reshape(tile, [tile.shape[0], tile.shape[1] * tile.shape[2] * tile.shape[3]])
+
+
+@triton.jit
+def _multiplied(sums, x, start, chunk, word, steps, bits: tl.constexpr, every: tl.constexpr, ragged: tl.constexpr):
+    """Adds LOW · the products of a step's chunks to sums [outputs, rows]."""
+    narrow: tl.constexpr = x.dtype.element_ty == tl.float16  # which has no range for low weights
+    step, shift = _scale(steps, bits)
+    step, shift = (step * (INTEGER * LOW))[:, :, :, None], (shift * LOW)[:, :, :, None]
+    for pair in tl.static_range(16 // bits):
+        both = _inputs(x, start, chunk, pair, bits, every, ragged)
+        for half in tl.static_range(2):
+            scaled = step * 2.0 ** (LIFT - _place(2 * pair + half, bits))
+            weight = _code(word, 2 * pair + half, bits) * scaled + shift
+            if narrow:
+                weight *= 1.0 / LOW
+            weight = _plane(weight.to(x.dtype.element_ty))
+            sums = tl.dot(weight, tl.trans(_plane(both[half])), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _plain_product(x, plain, output, low, high, block_rows: tl.constexpr, inputs: tl.constexpr):
+    """The products [outputs, rows] with weights that have not been quantised, of a part of the inputs."""
+    sums = tl.zeros([output.shape[0], block_rows], tl.float32)
+    for start in tl.range(low, high, 64, num_stages=3):
+        at = start + tl.arange(0, 64)
+        some = tl.load(plain + output[:, None] * inputs + at[None, :], mask=at[None, :] < inputs, other=0.0)
+        seen = tl.load(x + at[:, None], mask=at[:, None] < inputs, other=0.0)
+        sums = tl.dot(some, seen, sums, input_precision="ieee")
+    return sums
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _vectors(
-    x, data, scale, zero, out, rows, outputs, inputs: tl.constexpr, group: tl.constexpr, block: tl.constexpr,
-    block_rows: tl.constexpr, words: tl.constexpr, stages: tl.constexpr,
-):  # fmt: skip
-    bits: tl.constexpr = 8 if zero is None else 4
-    every: tl.constexpr = inputs * bits // 32
-    output = tl.program_id(0) * block + tl.arange(0, block)
-    place = tl.minimum(output, outputs - 1).to(tl.int64)[:, None]
-    sums = (tl.zeros([block, words // BESIDE], tl.float32),) * block_rows
-    for start in tl.range(0, every, words, num_stages=stages):
-        word, step, shift = _tile(data, scale, zero, place, start, inputs, group, words)
-        at = start + tl.arange(0, words)[None, :]
-        inside = at < every if every % words != 0 else None
-        for row in tl.static_range(block_rows):
-            seen = x + tl.minimum(row, rows - 1) * inputs + _first(at, 32 // bits)
-            more = (sums[0] + _row(seen, inside, word, step, shift, block, words, bits),)
-            sums = sums[1:] + more  # after all rows, in order again
-    for row in tl.static_range(block_rows):
-        total = tl.sum(sums[row], 1).to(out.dtype.element_ty)
-        tl.store(out + row * outputs + output, total, mask=(output < outputs) & (row < rows))
-
-
-@triton.jit
-def _spread(value, block: tl.constexpr, words: tl.constexpr):
-    """What a chunk has [outputs, chunks], for each of its words."""
-    return tl.reshape(tl.broadcast_to(value[:, :, None], [block, words // BESIDE, BESIDE]), [block, words])
-
-
-@triton.jit
-def _weights(word, step, shift, plane: tl.constexpr, bits: tl.constexpr):
-    """LOW · the weights [outputs, words] whose codes are at one place in their words; step has INTEGER · LOW in it."""
-    byte: tl.constexpr = plane * bits // 8
-    half: tl.constexpr = plane * bits % 8
-    if byte < 2:
-        word = word << 16 - 8 * byte
-    if byte > 2:
-        word = word >> 8
-    code = (word & ((1 << bits) - 1 << 16 + half)).to(tl.float32, bitcast=True)
-    return code * (step * 2.0 ** (LIFT - 16 - half)) + shift
-
-
-@triton.jit(do_not_specialize=["rows", "part"])
 def _product(
-    x, data, scale, zero, out, rows, outputs, part, inputs: tl.constexpr, group: tl.constexpr, block: tl.constexpr,
-    block_rows: tl.constexpr, words: tl.constexpr, stages: tl.constexpr,
+    x, data, steps, plain, out, partial, arrived, rows, outputs, beside, x_stride, inputs: tl.constexpr,
+    group: tl.constexpr, bits: tl.constexpr, part: tl.constexpr, parts: tl.constexpr, block: tl.constexpr,
+    block_rows: tl.constexpr, chunks: tl.constexpr, ahead: tl.constexpr, activation: tl.constexpr,
 ):  # fmt: skip
-    bits: tl.constexpr = 8 if zero is None else 4
-    every: tl.constexpr = inputs * bits // 32
-    narrow: tl.constexpr = x.dtype.element_ty == tl.float16  # which has no range for low weights
-    output = tl.program_id(0) * block + tl.arange(0, block)
-    place = tl.minimum(output, outputs - 1).to(tl.int64)[:, None]
+    every: tl.constexpr = inputs * bits // 128
+    size: tl.constexpr = 128 // bits
+    ragged: tl.constexpr = every % part != 0
+    first, low = tl.program_id(0) * block, tl.program_id(1) * part
+    output = _outputs(first, outputs, block, activation is not None).to(tl.int64)
     row = tl.arange(0, block_rows)
+    line = tl.minimum(row, rows - 1) * x_stride
     sums = tl.zeros([block, block_rows], tl.float32)
-    begin = tl.program_id(1) * part * words
-    for start in tl.range(begin, tl.minimum(begin + part * words, every), words, num_stages=stages):
-        word, step, shift = _tile(data, scale, zero, place, start, inputs, group, words)
-        step = _spread(step * (INTEGER * LOW), block, words)
-        shift = _spread(shift * LOW, block, words)
-        at = start + tl.arange(0, words)[:, None]
-        inside = at < every if every % words != 0 else None
-        seen_at = x + tl.minimum(row, rows - 1)[None, :] * inputs + _first(at, 32 // bits)
-        for plane in tl.static_range(32 // bits):
-            seen = tl.load(seen_at + BESIDE * plane, mask=inside, other=None if inside is None else 0.0)
-            weight = _weights(word, step, shift, plane, bits)
-            if narrow:
-                weight *= 1.0 / LOW
-            sums = tl.dot(weight.to(seen.dtype), seen, sums, input_precision="ieee")
-    if not narrow:
-        sums *= 1.0 / LOW
-    to = out + (tl.program_id(1) * rows + row[None, :]).to(tl.int64) * outputs + output[:, None]
-    known = (row[None, :] < rows) & (output[:, None] < outputs)
-    tl.store(to, sums.to(out.dtype.element_ty), mask=known)
-
-
-@triton.jit
-def _sum(parts, out, count, number: tl.constexpr, block: tl.constexpr):
-    at = tl.program_id(0) * block + tl.arange(0, block)
-    total = tl.zeros([block], tl.float32)
-    for part in tl.static_range(number):
-        total += tl.load(parts + part * count + at, mask=at < count, other=0.0)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
+    if plain is None or first < outputs:
+        chunk = tl.arange(0, chunks)
+        words, each = _weights_at(data, steps, output[:, None], chunk, every, group, bits)
+        seen = _inputs_at(x + line, chunk, bits)
+        for start in tl.range(low, low + part, chunks * ahead, num_stages=1):
+            some = _loaded(words, each, start, chunk, every, group, bits, ragged)
+            for time in tl.static_range(1, ahead):
+                some += _loaded(words, each, start + time * chunks, chunk, every, group, bits, ragged)
+            tl.debug_barrier()  # as above
+            for time in tl.static_range(ahead):
+                word, scales, at = some[2 * time], some[2 * time + 1], start + time * chunks
+                sums = _multiplied(sums, seen, at, chunk, word, scales, bits, every, ragged)
+        if x.dtype.element_ty != tl.float16:
+            sums *= 1.0 / LOW
+    elif plain is not None:
+        output = tl.minimum(first - outputs + tl.arange(0, block), beside - 1).to(tl.int64)
+        sums = _plain_product(x + line[None, :], plain, output, low * size, (low + part) * size, block_rows, inputs)
+    if parts == 1:
+        _put(sums, None, output, out, first, row, rows, outputs + beside, block, activation)
+    else:
+        last, sums = _gathered(sums, partial, arrived, tl.num_programs(0), block, block_rows, parts)
+        if last:
+            _put(sums, None, output, out, first, row, rows, outputs + beside, block, activation)
 
 
 @triton.jit
 def _expand(
-    data, scale, zero, out, outputs, inputs: tl.constexpr, group: tl.constexpr, block: tl.constexpr,
-    words: tl.constexpr,
+    data, steps, out, outputs, inputs: tl.constexpr, group: tl.constexpr, bits: tl.constexpr, block: tl.constexpr,
+    chunks: tl.constexpr,
 ):  # fmt: skip
-    bits: tl.constexpr = 8 if zero is None else 4
-    every: tl.constexpr = inputs * bits // 32
-    output, start = tl.program_id(0) * block + tl.arange(0, block), tl.program_id(1) * words
-    place = tl.minimum(output, outputs - 1).to(tl.int64)[:, None]
-    word, step, shift = _tile(data, scale, zero, place, start, inputs, group, words)
-    step = _spread(step * (INTEGER * LOW), block, words)
-    shift = _spread(shift * LOW, block, words)
-    at = start + tl.arange(0, words)[None, :]
-    to = out + place * inputs + _first(at, 32 // bits)
-    inside = (output[:, None] < outputs) & (at < every)
+    every: tl.constexpr = inputs * bits // 128
+    output = tl.program_id(0) * block + tl.arange(0, block)
+    chunk, start = tl.arange(0, chunks), tl.program_id(1) * chunks
+    place = tl.minimum(output, outputs - 1).to(tl.int64)
+    words, each = _weights_at(data, steps, place[:, None], chunk, every, group, bits)
+    word, each = _loaded(words, each, start, chunk, every, group, bits, True)
+    step, shift = _scale(each, bits)
+    chunk += start
+    step, shift = (step * (INTEGER * LOW))[:, :, :, None], (shift * LOW)[:, :, :, None]
+    first = (place * inputs)[None, :] + chunk[:, None] * (128 // bits)
+    to = out + first[:, :, None, None] + tl.arange(0, WORDS)[None, None, None, :]
+    inside = ((output < outputs)[None, :] & (chunk < every)[:, None])[:, :, None, None]
     for plane in tl.static_range(32 // bits):
-        weight = _weights(word, step, shift, plane, bits) * (1.0 / LOW)
-        tl.store(to + BESIDE * plane, weight.to(out.dtype.element_ty), mask=inside)
+        weight = _code(word, plane, bits) * (step * 2.0 ** (LIFT - _place(plane, bits))) + shift
+        tl.store(to + WORDS * plane, (weight * (1.0 / LOW)).to(out.dtype.element_ty), mask=inside)
 
 
-def quantised_product(x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """The twin of Chunks.product, for up to 64 rows."""
-    if len(x) <= ROWS:
-        return vectors(x, data, scale, zero, vectors_cut(*data.shape))
-    return product(x, data, scale, zero, product_cut(*data.shape))
+def quantised_product(
+    x: Tensor, data: Tensor, steps: Tensor, plain: Tensor | None = None, activation: Activation | None = None
+) -> Tensor:
+    """The twin of Chunks.product, for up to 64 rows and the ACTIVATIONS."""
+    (outputs, words), name = data.shape, None if activation is None else ACTIVATIONS[activation]
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if len(x) == 1:
+        return vector(x, data, steps, vector_cut(outputs, words), plain, name)
+    return product(x, data, steps, product_cut(outputs, words, len(x)), plain, name)
 
 
-def vectors_cut(outputs: int, words: int) -> Cut:
-    """Of many outputs each program takes more, for which it loads the inputs once; of few, more warps share them."""
-    if outputs >= 8192:
-        return Cut(8, 1, 3)
-    return Cut(4, 4 if words % 512 == 0 else 2, 3)
+def vector_cut(outputs: int, words: int) -> Cut:
+    """A thread multiplies each input with the weights of four outputs, and many threads of few outputs share them."""
+    chunks = words // WORDS.value
+    if outputs < 8192:
+        return Cut(4, 128, min(3, triton.cdiv(chunks, 128)), 4)
+    each = 16 if chunks % 32 == 16 else 32
+    return Cut(128 // each, each, min(5, triton.cdiv(chunks, each)), registers=168)
 
 
-def product_cut(outputs: int, words: int) -> Cut:
-    """The inputs are cut so that there are about as many programs as run at a time."""
-    if outputs >= 8192:
-        return Cut(64, 4, 3, max(1, min(words // 64, 4)))
-    return Cut(32, 2, 3, max(1, min(words // 64, 1024 * 32 // outputs)))
+def product_cut(outputs: int, words: int, rows: int) -> Cut:
+    """The inputs are cut so that there are somewhat more programs than run at a time, all alike if that can be."""
+    ahead = 4 if rows <= 16 else 2
+    spans = triton.cdiv(words // WORDS.value, STEP * ahead)
+    wanted = 2304 * 32 // outputs // triton.cdiv(rows, 16)
+    parts = min((parts for parts in range(1, spans + 1) if spans % parts == 0), key=lambda parts: abs(parts - wanted))
+    return Cut(32, STEP, ahead, 1, parts)
 
 
-def vectors(x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, cut: Cut) -> Tensor:
-    """The product by the arithmetic units: a thread sums chunks of its own, and a program its threads at the end."""
-    (rows, inputs), outputs = x.shape, len(data)
-    y = x.new_empty(rows, outputs)
-    _vectors[(triton.cdiv(outputs, cut.outputs),)](
-        x.contiguous(), data, scale, zero, y, rows, outputs, inputs=inputs, group=inputs // scale.shape[1],
-        block=cut.outputs, block_rows=triton.next_power_of_2(rows), words=128 * cut.warps, stages=cut.stages,
-        num_warps=cut.warps,
+def vector(
+    x: Tensor, data: Tensor, steps: Tensor, cut: Cut, plain: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """The product of one row, by the arithmetic units: a thread sums chunks of its own, a program its threads."""
+    outputs, beside = len(data), 0 if plain is None else len(plain)
+    out = x.new_empty(1, (outputs + beside) // (1 if activation is None else 2))
+    tiles = triton.cdiv(outputs, cut.outputs) + triton.cdiv(beside, cut.outputs // 4)
+    _vector[(tiles,)](
+        x, data, steps, plain, out, outputs, beside, inputs=x.shape[1], **_form(data, steps), block=cut.outputs,
+        chunks=cut.chunks, ahead=cut.ahead, warps=cut.warps, activation=activation, num_warps=cut.warps,
+        maxnreg=cut.registers,
     )  # fmt: skip
-    return y
-
-
-def product(x: Tensor, data: Tensor, scale: Tensor, zero: Tensor | None, cut: Cut) -> Tensor:
-    """The product by the matrix units."""
-    (rows, inputs), (outputs, every) = x.shape, data.shape
-    words = 32
-    part = triton.cdiv(triton.cdiv(every, words), cut.parts)
-    parts = triton.cdiv(every, part * words)
-    y = x.new_empty(rows, outputs)
-    target = y if parts == 1 else x.new_empty(parts, rows, outputs, dtype=torch.float32)
-    _product[triton.cdiv(outputs, cut.outputs), parts](
-        x.contiguous(), data, scale, zero, target, rows, outputs, part, inputs=inputs, group=inputs // scale.shape[1],
-        block=cut.outputs, block_rows=max(16, triton.next_power_of_2(rows)), words=words, stages=cut.stages,
-        num_warps=cut.warps,
-    )  # fmt: skip
-    if parts > 1:
-        _sum[(triton.cdiv(y.numel(), 1024),)](target, y, y.numel(), number=parts, block=1024)
-    return y
-
-
-def expanded(data: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """The twin of Chunks.expanded."""
-    outputs, words = data.shape
-    out = scale.new_empty(outputs, words * (4 if zero is None else 8))
-    group = out.shape[1] // scale.shape[1]
-    grid = triton.cdiv(outputs, 16), triton.cdiv(words, 128)
-    _expand[grid](data, scale, zero, out, outputs, inputs=out.shape[1], group=group, block=16, words=128)
     return out
+
+
+def product(
+    x: Tensor, data: Tensor, steps: Tensor, cut: Cut, plain: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """The product of several rows, by the matrix units."""
+    (rows, inputs), outputs, beside = x.shape, len(data), 0 if plain is None else len(plain)
+    every, span = data.shape[1] // WORDS.value, cut.chunks * cut.ahead
+    part = triton.cdiv(triton.cdiv(every, span), cut.parts) * span
+    tiles, parts = triton.cdiv(outputs, cut.outputs) + triton.cdiv(beside, cut.outputs), triton.cdiv(every, part)
+    block_rows = max(8, triton.next_power_of_2(rows))
+    out = x.new_empty(rows, (outputs + beside) // (1 if activation is None else 2))
+    partial = arrived = None
+    if parts > 1:
+        assert tiles <= COUNTED
+        partial = x.new_empty(parts * tiles * cut.outputs * block_rows, dtype=torch.float32)
+        arrived = arrivals(x.device)
+    _product[tiles, parts](
+        x, data, steps, plain, out, partial, arrived, rows, outputs, beside, x.stride(0), inputs=inputs,
+        **_form(data, steps), part=part, parts=parts, block=cut.outputs, block_rows=block_rows, chunks=cut.chunks,
+        ahead=cut.ahead, activation=activation, num_warps=cut.warps, maxnreg=cut.registers,
+    )  # fmt: skip
+    return out
+
+
+def expanded(data: Tensor, steps: Tensor) -> Tensor:
+    """The twin of Chunks.expanded."""
+    (outputs, words), form = data.shape, _form(data, steps)
+    out = steps.new_empty(outputs, words * (32 // form["bits"]))
+    grid = triton.cdiv(outputs, 16), triton.cdiv(words, 128)
+    _expand[grid](data, steps, out, outputs, inputs=out.shape[1], **form, block=16, chunks=32)
+    return out
+
+
+def _form(data: Tensor, steps: Tensor) -> dict[str, int]:
+    return {"bits": 8 // steps.shape[2], "group": data.shape[1] // WORDS.value // steps.shape[1]}
