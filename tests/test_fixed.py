@@ -21,7 +21,7 @@ from bough.state.graphs import Captured, Graphs, bucket
 from bough.state.layout import Layout
 from bough.state.live import State
 from bough.state.pool import Pool
-from bough.state.recordings import Recordings, halves
+from bough.state.recordings import Recordings
 from bough.state.transaction import commit
 
 SHAPE = {
@@ -98,7 +98,7 @@ def without_graphs(graphs: Graphs, monkeypatch) -> None:
     """Where there is no CUDA, steps that would be captured are computed anew whenever they would be replayed."""
 
     def capture(rows: int, each: int, recorded: bool, like: None) -> Captured:
-        step = Fixed(graphs.pool, rows, each, graphs.context).step(recorded=recorded)
+        step = Fixed(graphs.pool, rows, each, graphs.context).step(graphs._turns.room if recorded else None)
 
         def compute() -> tuple[torch.Tensor, torch.Tensor]:
             with by_kernels():
@@ -110,8 +110,8 @@ def without_graphs(graphs: Graphs, monkeypatch) -> None:
             for kept, made in zip((hidden, logits), compute(), strict=True):
                 kept.copy_(made)
 
-        both = halves(graphs.pool, step.recordings.parts) if recorded and step.recordings else None
-        return Captured(SimpleNamespace(replay=replay), step.numbers, None, hidden, logits, both)
+        turns = graphs._turns if recorded else None
+        return Captured(SimpleNamespace(replay=replay), step.numbers, None, hidden, logits, turns)
 
     monkeypatch.setattr(graphs, "_memory", (0, 0))
     monkeypatch.setattr(graphs, "_capture", capture)
@@ -178,8 +178,13 @@ def test_a_round_does_the_commit_of_the_round_before(family, pair_of, monkeypatc
         assert [state.owes is not None for state in fast] == [count > 0 for count in kept]
         assert settled == [count for count in [sum(count > 0 for count in kept)] if count]  # the readable ones alone
     settled.clear()
-    pair.draft([[1, 2, 3], [4, 5, 6]], [1, 1], [0, 1])  # of other rows there is another graph: all settle for it
-    assert fast[2].owes is not None and sum(settled) == 2 + 2
+    pair.draft([[1, 2], [4, 5]], [1, 1], [0, 1])  # whatever its shape
+    assert settled == [2] and fast[2].owes is not None
+    pair.draft([[4, 5, 6, 7]], [2], [1])
+    assert settled == [2, 1, 1] and fast[2].owes is None  # there is room for two rounds, and no more
+    settled.clear()
+    pair.draft([[4, 5, 6, 7]] * 3, [2] * 3, [0, 1, 2])
+    assert settled == [1, 3] and fast[2].owes is not None  # the first row was not in the round before
     settled.clear()
     pair.states.append(tuple(states.fork() for states in pair.states[2]))  # whoever looks finds it done
     assert fast[2].owes is None and settled == [1]
@@ -233,7 +238,7 @@ def test_readable_ops_refuse_what_only_kernels_can_read(family, tmp_path):
     """What no kernel does must not be captured: it would read rows that are not there."""
     runner = Pair(save(family(), tmp_path)).plain
     with pytest.raises(RuntimeError, match="only be read by kernels"):
-        runner.graphs.compute(Fixed(runner.pool, 2, 1, 64).step(recorded=False), None)
+        runner.graphs.compute(Fixed(runner.pool, 2, 1, 64).step(), None)
 
 
 def test_buckets():

@@ -19,6 +19,7 @@ from bough.ops.ragged import Pages, ReplayedRow, Rows, Slots
 from bough.state.fixed import Fixed
 from bough.state.layout import Layout
 from bough.state.pool import Pool
+from bough.state.recordings import Turns
 from bough.state.step import Step
 
 pytestmark = pytest.mark.skipif(not INSTALLED or INTERPRETED, reason="needs triton, and not its interpreter")
@@ -98,14 +99,14 @@ def test_steps_of_all_shapes(family, tmp_path, compiled, monkeypatch):
     pool = Pool(layout, 80 * layout.slab_bytes, max_running=8)
     model(Step.rehearsal(pool, (100, 2), (30, 5)))
     for rows, each, recorded in ((1, 1, False), (4, 2, True)):
-        step = Fixed(pool, rows, each, 256).step(recorded=recorded)
+        step = Fixed(pool, rows, each, 256).step(Turns(pool).room if recorded else None)
         hidden = model(step)
         model.logits(hidden)
-    for (layer, part), recording in (step.recordings or {}).items():
+    for (layer, part), recording in (step.recordings.parts if step.recordings else {}).items():
         data, field = pool.part(layer, part), pool.stores[pool.slot_store].unit.fields[layer, part]
-        field.part.replay([(data, recording.inputs)], [ReplayedRow(1, 0, 1)])
+        field.part.replay([(data, tuple(each[0] for each in recording.halves))], [ReplayedRow(1, 0, 1)])
         if part == "conv":
-            ops.carry(recording.inputs[0], step.rows, stored=step.slots(layer, part))
+            ops.carry(recording.halves[0][0], step.rows, stored=step.slots(layer, part))
     expected = {
         "prefill._join",
         "attention._spans",
@@ -118,13 +119,19 @@ def test_steps_of_all_shapes(family, tmp_path, compiled, monkeypatch):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_products_with_quantised_weights(bits, compiled):
-    made = chunks(quantised(torch.randn(128, 1024), bits))
-    plain = torch.zeros(8, 1024, dtype=torch.bfloat16)
+    made = chunks(quantised(torch.randn(1024, 1024), bits))
+    mixed = made.above(torch.zeros(8, 1024, dtype=torch.bfloat16))
+    silu, taps, tails = torch.nn.functional.silu, torch.zeros(4, 512), torch.zeros(9, 3, 512, dtype=torch.bfloat16)
     for rows in (1, 9):
-        x = torch.randn(rows, 1024, dtype=torch.bfloat16)
-        ops.linear(x, made)
-        ops.linear(x, ops.Parts((made, plain)))
-        ops.gated_linear(x, made, None, torch.nn.functional.silu)
+        x, slots = torch.randn(rows, 1024, dtype=torch.bfloat16), tuple(range(rows))
+        for weight in (made, mixed):
+            ops.linear(x, weight)
+            onto = torch.zeros(rows, weight.shape[0], dtype=torch.bfloat16)
+            ops.Norm(torch.zeros(weight.shape[0]), 1e-6, rounded=False).after(onto, ops.later(x, weight))
+        _, normed = ops.Norm(None, 1e-6, rounded=False).after(x, ops.later(x, made))
+        ops.gated_linear(normed, made, None, silu)
+        stored = Slots(tails, slots, slots)
+        ops.projected_conv(normed, mixed, taps, Rows((1,) * rows, (1,) * rows), stored=stored, activation=silu)
     made.expanded()
     assert set(compiled) == {"quant._vector", "quant._product", "quant._expand"}
 

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from bough.ops.quant import Chunks
 from bough.ops.twins import twins
 
 
@@ -19,7 +20,7 @@ class Product:
     """x [T, in] · weightᵀ, yet to be computed."""
 
     x: Tensor
-    weight: Tensor
+    weight: Tensor | Chunks
 
     def made(self) -> Tensor:
         product: Tensor = self._twin().few_rows(self.x, self.weight)
@@ -27,8 +28,8 @@ class Product:
 
     def normed(self, onto: Tensor, scale: Tensor | None, eps: float) -> "tuple[Tensor, Normed]":
         """Its sum with the rows [T, out], and the norm of that."""
-        total, scaled, squares = self._twin().product_normed(self.x, self.weight, onto, scale)
-        return total, Normed(scaled, squares, eps)
+        made = self._twin().product_normed(self.x, self.weight, onto, scale)
+        return made.total, Normed(made.out, made.squares, eps)
 
     def _twin(self):  # type: ignore[no-untyped-def]
         return twins(self.x)

@@ -29,9 +29,6 @@ class Parts:
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     def product(self, x: Tensor) -> Tensor:
-        match self.parts:
-            case (Chunks() as quantised, Tensor() as plain) if quantised.takes_beside(x, plain):
-                return quantised.product(x, plain)
         return torch.cat([linear(x, part) for part in self.parts], -1)
 
 
@@ -59,7 +56,7 @@ def linear(x: Input, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 def later(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Addend:
     """The same, but left undone where a norm that follows can do it better."""
-    if bias is None and isinstance(weight, Tensor) and few(x, weight) is not None:
+    if bias is None and isinstance(weight, Tensor | Chunks) and few(x, weight) is not None:
         return Product(x, weight)
     return linear(x, weight, bias)
 
@@ -67,18 +64,17 @@ def later(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Addend:
 def few(x: Input, weight: Weight) -> Any:
     """The twins, where they are faster since there are few rows."""
     x = x.scaled if isinstance(x, Normed) else x
-    fast = twins(x) if isinstance(weight, Tensor) else None
+    fast = twins(x) if isinstance(weight, Tensor | Chunks) else None
     return fast if fast is not None and fast.few(x, weight) else None
 
 
 def gated_linear(x: Input, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
     """activation(gate) · up of the products of x with both, one under the other in the weight."""
-    fast = few(x, weight) if bias is None else None
+    mixed = isinstance(weight, Chunks) and weight.beside is not None  # where a gate may be of another form than its up
+    fast = None if mixed or bias is not None else few(x, weight)
     if fast is not None and activation in fast.ACTIVATIONS:
         gated_rows: Tensor = fast.gated_rows(x, weight, activation)
         return gated_rows
-    if bias is None and isinstance(weight, Chunks) and (product := weight.gated(made(x), activation)) is not None:
-        return product
     gate, up = linear(x, weight, bias).chunk(2, -1)
     return gated(gate, up, activation)
 
@@ -103,7 +99,10 @@ def arranged(weight: Weight) -> Weight:
     many rows do not mind.
     """
     if isinstance(weight, Parts):
-        return Parts(tuple(arranged(part) for part in weight.parts))
+        match parts := tuple(arranged(part) for part in weight.parts):
+            case (Chunks() as quantised, Tensor() as plain) if (whole := quantised.above(plain)) is not None:
+                return whole
+        return Parts(parts)
     if isinstance(weight, Planes | Chunks):
         return weight
     if isinstance(weight, Quantised):

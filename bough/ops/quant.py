@@ -5,20 +5,18 @@ inputs, next to each other, of one output.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bough.ops.activation import Activation
 from bough.ops.twins import twins
 
 TILE = 1 << 19  # weights expanded at a time on CPUs: a tile should stay in the processor's cache
 DEVICE_TILE = 1 << 27  # elsewhere
-BLOCK = 32  # outputs, of which those that have a plain weight beside them must be a multiple
-FEW = 64  # rows, up to which the twin on devices reads the weights as they are
+BLOCK = 32  # outputs, of which those that have plain ones beside them must be a multiple
 
 
 @dataclass(frozen=True)
@@ -76,40 +74,36 @@ class Chunks:
 
     data: int32 [out, words]. Four words are a chunk of 16 or 32 weights; of these the weight 4 · i + j is the i-th code
     of the word j, from its low bits. Codes of 8 bits have 128 added. steps [out, groups, 1 or 2]: scale, and in 4 bits
-    zero.
+    zero. beside [more, in]: outputs after these, whose weights have not been quantised.
     """
 
     data: Tensor
     steps: Tensor
+    beside: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         out, words = self.data.shape
-        return out, words * 4 * self.steps.shape[-1]
+        return out + (0 if self.beside is None else len(self.beside)), words * 4 * self.steps.shape[-1]
 
     def __getitem__(self, rows: slice) -> "Chunks":
+        """Some of the outputs that have been quantised."""
         return Chunks(self.data[rows], self.steps[rows])
 
     def expanded(self) -> Tensor:
+        assert self.beside is None
         return self._twin().expanded(self.data, self.steps)
 
-    def few(self, x: Tensor) -> bool:
-        """Whether these are so few rows that the twin reads the weights as they are."""
-        return 0 < len(x) <= FEW
+    def product(self, x: Tensor) -> Tensor:
+        """x [T, in] · weightᵀ, of many rows. Those of few are the twins' own."""
+        if self.beside is None:
+            return expanding(self, x)
+        return torch.cat([expanding(self[:], x), F.linear(x, self.beside)], -1)
 
-    def product(self, x: Tensor, plain: Tensor | None = None) -> Tensor:
-        """x [T, in] · weightᵀ; and beside it the product with a plain weight, if takes_beside says so."""
-        return self._twin().quantised_product(x, self.data, self.steps, plain) if self.few(x) else expanding(self, x)
-
-    def takes_beside(self, x: Tensor, plain: Tensor) -> bool:
-        return self.few(x) and plain.dtype == x.dtype and plain.is_contiguous() and len(self.data) % BLOCK == 0
-
-    def gated(self, x: Tensor, activation: Activation) -> Tensor | None:
-        """ops.gated of the halves of the product of few rows; None if there is no twin for these."""
-        if not self.few(x) or activation not in self._twin().ACTIVATIONS:
-            return None
-        gated: Tensor = self._twin().quantised_product(x, self.data, self.steps, None, activation)
-        return gated
+    def above(self, plain: Tensor) -> "Chunks | None":
+        """With a plain weight beneath; None if that would be no single launch."""
+        alike = self.beside is None and plain.dtype == self.steps.dtype and plain.is_contiguous()
+        return replace(self, beside=plain) if alike and len(self.data) % BLOCK == 0 else None
 
     def _twin(self) -> Any:
         return twins(self.data)

@@ -100,11 +100,13 @@ class Recording:
     """The inputs that moved one part of slots on, a row for each token, so that it can be done again in part."""
 
     inputs: tuple[torch.Tensor, ...] = ()
-    halves: tuple[torch.Tensor, ...] = ()  # [2, T, ...]: where a forward that is done again and again records by turns
+    most: int = 0  # tokens that there is room for, where forwards record by turns
+    halves: tuple[torch.Tensor, ...] = ()  # [2, most, ...]: that room
 
     def room(self, *inputs: tuple[torch.Tensor, torch.dtype]) -> tuple[torch.Tensor, ...]:
-        """The halves, made for inputs of these shapes and dtypes at the first time."""
-        self.halves = self.halves or tuple(each.new_empty(2, *each.shape, dtype=dtype) for each, dtype in inputs)
+        """The halves, made at the first time, for inputs [T, ...] like these in other dtypes."""
+        if not self.halves:
+            self.halves = tuple(each.new_empty(2, self.most, *each.shape[1:], dtype=dtype) for each, dtype in inputs)
         return self.halves
 
     @property

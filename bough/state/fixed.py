@@ -73,13 +73,13 @@ class Fixed:
         pages, unknown = self._numbers[self._end :], (0,) * self.rows
         return PageTable(pages, unknown, self._view(f"page {unit}"), self._view("place"), Spans(**own, **shared))
 
-    def step(self, *, recorded: bool) -> Step:
+    def step(self, recordings: Recordings | None = None) -> Step:
         """A step over whatever numbers there are. To ops its rows are all there and of full length."""
         rows, slots = Rows((self.each,) * self.rows, (1,) * self.rows), (0,) * self.rows
         if self.pool.slot_store is None:
             return Step(self.pool, rows, self)
-        recordings = Recordings(self.pool) if recorded else None
-        return Step(self.pool, rows, self, slots, slots, recorded=(recorded,) * self.rows, recordings=recordings)
+        recorded = (recordings is not None,) * self.rows
+        return Step(self.pool, rows, self, slots, slots, recorded=recorded, recordings=recordings)
 
     def fill(self, step: Step, turn: int = 0, owed: Sequence[tuple[int, int]] = ()) -> None:
         """Take over the numbers of a step of no more rows and tokens. Nobody waits for them to be sent.

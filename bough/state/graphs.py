@@ -15,7 +15,7 @@ from torch import Tensor
 from bough.ops.spans import FEW
 from bough.state.fixed import Fixed
 from bough.state.pool import Pool
-from bough.state.recordings import Recordings, halves
+from bough.state.recordings import Turns
 from bough.state.step import Step
 
 MOST = 256  # rows
@@ -26,7 +26,7 @@ Compute = Callable[[Step, Tensor | None], tuple[Tensor, Tensor]]  # of a step, a
 log = logging.getLogger("bough")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Captured:
     """A graph, the numbers it reads, and what it leaves: hidden rows and logits of all tokens, and recorded inputs."""
 
@@ -35,28 +35,18 @@ class Captured:
     rows: Tensor | None  # those that come with tokens
     hidden: Tensor
     logits: Tensor
-    recordings: tuple[Recordings, Recordings] | None  # which it writes by turns
-    turn: int = 0  # whose it was last
+    turns: Turns | None  # where inputs are recorded
 
     def replay(self, step: Step) -> None:
-        """Do the step. What its states owe to the step before is done on the way, where that was done here too."""
-        if self.recordings is None:
+        """Do the step. What its states owe to the step before is done on the way, where that was captured too."""
+        if self.turns is None or step.recordings is None:
             settle(step)
             self.fixed.fill(step)
             self.graph.replay()
             return
-        before, now = self.recordings[self.turn], self.recordings[1 - self.turn]
-        now.settle()  # who was not in the step before, whose turn the other half was
-        for state in step.states:
-            if state.owes is not before:
-                state.settle()
-        self.fixed.fill(step, 1 - self.turn, [before.owing.get(state, (0, 0)) for state in step.states])
+        self.fixed.fill(step, 1 - self.turns.turn, self.turns.owed(step.states))
         self.graph.replay()
-        for state in step.states:
-            before.forgive(state)
-        self.turn = 1 - self.turn
-        assert step.recordings is not None
-        step.recordings.lasting = now
+        step.recordings.lasting = self.turns.took(step.states)
 
 
 def settle(step: Step) -> None:
@@ -73,6 +63,7 @@ class Graphs:
 
     def __init__(self, pool: Pool, compute: Compute, context: int) -> None:
         self.pool, self.compute, self.context = pool, compute, context
+        self._turns = Turns(pool)
         self._captured: dict[tuple[int, int, bool], Captured | None] = {}
         self._memory = torch.cuda.graph_pool_handle() if pool.device.type == "cuda" else None
 
@@ -118,16 +109,17 @@ class Graphs:
         given = None if like is None else like.new_zeros(rows * each, like.shape[1])
         beside = torch.cuda.Stream(self.pool.device)  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream(self.pool.device))
+        step = fixed.step(self._turns.room if recorded else None)
         with torch.cuda.stream(beside):
-            self.compute(fixed.step(recorded=recorded), given)  # kernels are compiled, libraries set up, before
+            # Kernels are compiled and libraries set up before; and room is made for what is recorded, since nothing in
+            # a graph's own memory lasts until its next replay.
+            self.compute(step, given)
         torch.cuda.current_stream(self.pool.device).wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        step = fixed.step(recorded=recorded)
         # Other threads may copy meanwhile.
         with torch.cuda.graph(graph, pool=self._memory, stream=beside, capture_error_mode="thread_local"):
             hidden, logits = self.compute(step, given)
-        recordings = None if step.recordings is None else halves(self.pool, step.recordings.parts)
-        return Captured(graph, fixed, given, hidden, logits, recordings)
+        return Captured(graph, fixed, given, hidden, logits, self._turns if recorded else None)
 
 
 def bucket(rows: int) -> int:

@@ -5,10 +5,12 @@ done (`State.settle`). But where a captured forward will feed the same rows agai
 it does that on the way: slots are read and written once a round, and not once for the draft and once for its commit.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from bough.ops.ragged import Recording, Replayed, ReplayedRow
+from bough.ops.spans import FEW
 from bough.state.kinds import Replay, SlotPart
 from bough.state.pool import Pool
 
@@ -23,10 +25,16 @@ class Recordings:
 
     def __init__(self, pool: Pool, parts: Parts | None = None) -> None:
         self.pool = pool
-        self.parts: Parts = {key: Recording() for key in _fields(pool)} if parts is None else parts
+        if parts is not None:
+            self.parts = parts
         self.lasting: Recordings | None = None  # those of a captured forward that did the work, where one did
         self.owing: dict[State, tuple[int, int]] = {}  # from which token on, and how many
         self.least = 0  # tokens that are known to be recorded of all parts
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Empty ones are made when they are asked for: a captured forward has its own."""
+        return {key: Recording() for key in _fields(self.pool)}
 
     @property
     def nbytes(self) -> int:
@@ -74,14 +82,39 @@ class Recordings:
             replay(layers, rows)
 
 
-def halves(pool: Pool, parts: Parts) -> tuple[Recordings, Recordings]:
-    """What a captured forward records by turns."""
-    first, second = (
-        Recordings(pool, {key: Recording(tuple(each[turn] for each in one.halves)) for key, one in parts.items()})
-        for turn in range(2)
-    )
-    first.least = second.least = min((each.tokens for each in first.parts.values()), default=0)
-    return first, second
+class Turns:
+    """What captured forwards record, by turns: each writes one half, and first does what is owed to the other."""
+
+    def __init__(self, pool: Pool) -> None:
+        most = pool.max_running * FEW
+        self.room = Recordings(pool, {key: Recording(most=most) for key in _fields(pool)})  # where kernels find both
+        self.turn = 0  # whose it was last
+
+    @cached_property
+    def halves(self) -> tuple[Recordings, Recordings]:
+        parts = [
+            {key: Recording(tuple(half[turn] for half in each.halves)) for key, each in self.room.parts.items()}
+            for turn in range(2)
+        ]
+        first, second = (Recordings(self.room.pool, each) for each in parts)
+        first.least = second.least = min((each.most for each in self.room.parts.values()), default=0)
+        return first, second
+
+    def owed(self, states: Sequence["State"]) -> list[tuple[int, int]]:
+        """What each state owes to the half that was written last, for the next forward to do. All else is settled."""
+        before, now = self.halves[self.turn], self.halves[1 - self.turn]
+        now.settle()  # whoever was not in the last forward
+        for state in states:
+            if state.owes is not before:
+                state.settle()
+        return [before.owing.get(state, (0, 0)) for state in states]
+
+    def took(self, states: Sequence["State"]) -> Recordings:
+        """A forward did what they owed, and wrote the other half, which is this one."""
+        for state in states:
+            self.halves[self.turn].forgive(state)
+        self.turn = 1 - self.turn
+        return self.halves[self.turn]
 
 
 def _fields(pool: Pool) -> Iterable[tuple[int, str]]:

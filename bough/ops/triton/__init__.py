@@ -12,7 +12,7 @@ from bough.ops.triton.experts import experts
 from bough.ops.triton.heads import place_heads, rotations
 from bough.ops.triton.linear import few, few_rows, gated_rows, product_normed, projected_rows
 from bough.ops.triton.norm import norm, norm_after, rms_norm_gated
-from bough.ops.triton.quant import expanded, quantised_product
+from bough.ops.triton.quant import expanded
 from bough.ops.triton.replay import replay_conv, replay_delta
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "place_heads",
     "product_normed",
     "projected_rows",
-    "quantised_product",
     "replay_conv",
     "replay_delta",
     "rms_norm_gated",

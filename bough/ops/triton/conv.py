@@ -60,6 +60,7 @@ def _settled(
             past + (1 - here) * half, tails, source, source, slot_stride, tail_stride, channels, owed_start, owed,
             channel, inside, keep,
         )  # fmt: skip
+        tl.debug_barrier()  # what one thread has written another may read
     for t in range(start, start + count):
         value = tl.load(x + t * x_stride + channel, mask=inside)
         tl.store(past + here * half + t * channels + channel, value, mask=inside)

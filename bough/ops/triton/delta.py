@@ -66,11 +66,16 @@ class Kept(NamedTuple):
     changes: Tensor | None = None
     owed: Owed | None = None
 
+    @property
+    def most(self) -> int:
+        """Tokens that each half has room for."""
+        return self.keys.shape[1] if self.keys is not None and self.owed is not None else 0
+
 
 @triton.jit
 def _short_rows(
     q, k, v, a, b, out, keys, decays, changes, states, starts, counts, reads, writes, turn, owed_start, owed,
-    rate, dt_bias, scale, q_stride, k_stride, v_stride, a_stride, b_stride, slot_stride, total,
+    rate, dt_bias, scale, q_stride, k_stride, v_stride, a_stride, b_stride, slot_stride, most,
     heads: tl.constexpr, group: tl.constexpr, dk: tl.constexpr, dv: tl.constexpr,
     block_k: tl.constexpr, block_v: tl.constexpr, projected: tl.constexpr, recorded: tl.constexpr,
 ):  # fmt: skip
@@ -87,8 +92,8 @@ def _short_rows(
     at = head * dk * dv + ks[:, None] * dv + vs[None, :]
     state = tl.load(states + source * slot_stride + at, mask=inside & (source >= 0), other=0.0)
     if turn is not None:
-        half = tl.load(turn) * total
-        before, first, tokens = total - half, tl.load(owed_start + row), tl.load(owed + row)
+        half = tl.load(turn) * most
+        before, first, tokens = most - half, tl.load(owed_start + row), tl.load(owed + row)
         for t in range(before + first, before + first + tokens):
             key = tl.load(keys + (t * (heads // group) + head // group) * dk + ks, mask=ks < dk, other=0.0)
             key = key.to(tl.float32)
@@ -183,7 +188,7 @@ def advance_short(
     _short_rows[heads * triton.cdiv(dv, block_v), len(start)](
         q, k, v, a, b, out, *kept[:3], states, start, count, read, write, *(kept.owed or (None,) * 3),
         *(gates or (None, None)), dk**-0.5,
-        q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), states.stride(0), total,
+        q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), states.stride(0), kept.most,
         heads=heads, group=heads // k_heads, dk=dk, dv=dv, block_k=block_k, block_v=block_v,
         projected=gates is not None, recorded=kept.changes is not None, num_warps=1,
     )  # fmt: skip

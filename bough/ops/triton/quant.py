@@ -10,18 +10,17 @@ And a thread loads chunks that it also multiplies, several before it begins: non
 Every row's sums are of the same cuts in the same order, whatever rows are beside it and however programs are timed.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.ops.activation import Activation
-from bough.ops.triton.activation import ACTIVATIONS
-from bough.ops.triton.arrivals import COUNTED, arrivals
-from bough.ops.triton.linear import _gathered, _outputs, _put
+from bough.ops.deferred import Input
+from bough.ops.quant import Chunks
+from bough.ops.triton.rest import Stored, Work, ask, finish, gathered, in_parts, noted, outputs_at, prepared
 
+ROWS = 64  # up to which the weights are read as they are
 WORDS = tl.constexpr(4)  # of a chunk
 STEP = 4  # chunks, of which the matrix units multiply a plane at a time
 INTEGER = tl.constexpr(2.0**69)  # with LIFT the 2**149 of an integer that is read as a number: no float32 has it whole
@@ -121,32 +120,37 @@ def _summed(x, start, chunk, word, steps, bits: tl.constexpr, every: tl.constexp
 
 @triton.jit
 def _plain_vector(
-    x, plain, out, tile, outputs, beside, inputs: tl.constexpr, block: tl.constexpr, span: tl.constexpr
+    x, plain, out, rest, tile, outputs, coded, inputs: tl.constexpr, measured: tl.constexpr, kernel: tl.constexpr,
+    block: tl.constexpr, span: tl.constexpr,
 ):  # fmt: skip
     """The products of one row with some of the weights that have not been quantised."""
-    first = tile * block
-    output = tl.minimum(first + tl.arange(0, block), beside - 1).to(tl.int64)[:, None]
+    first, row = coded + tile * block, tl.arange(0, 1)
+    output = outputs_at(first, outputs, block, False).to(tl.int64)
+    needed = ask(rest, first, row, 1, outputs, block, measured, kernel)
     sums = tl.zeros([block, span // 8], tl.float32)
     for start in tl.range(0, inputs, span, num_stages=1):
         at = start + tl.arange(0, span)[None, :]
-        some = tl.load(plain + output * inputs + at, mask=at < inputs, other=0.0).to(tl.float32)
+        some = tl.load(plain + (output - coded)[:, None] * inputs + at, mask=at < inputs, other=0.0).to(tl.float32)
         seen = tl.load(x + at, mask=at < inputs, other=0.0).to(tl.float32)
         sums += tl.sum(tl.reshape(some * seen, [block, span // 8, 8]), 2)
     total = tl.sum(sums, 1)[:, None]
-    _put(total, None, output, out, outputs + first, tl.arange(0, 1), 1, outputs + beside, block, None)
+    finish(total, needed, rest, output, out, first, row, 1, outputs, inputs, block, kernel, None)
 
 
 @triton.jit
 def _vector(
-    x, data, steps, plain, out, outputs, beside, inputs: tl.constexpr, group: tl.constexpr, bits: tl.constexpr,
-    block: tl.constexpr, chunks: tl.constexpr, ahead: tl.constexpr, warps: tl.constexpr, activation: tl.constexpr,
+    x, data, steps, plain, out, rest, outputs, coded, inputs: tl.constexpr, measured: tl.constexpr,
+    kernel: tl.constexpr, group: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, chunks: tl.constexpr,
+    ahead: tl.constexpr, warps: tl.constexpr, activation: tl.constexpr,
 ):  # fmt: skip
     every: tl.constexpr = inputs * bits // 128
     ragged: tl.constexpr = every % (chunks * ahead) != 0
     abreast: tl.constexpr = 32 * warps // chunks  # outputs of which the threads load chunks at once
-    tile, tiles = tl.program_id(0), tl.cdiv(outputs, block)
+    tile, tiles, row = tl.program_id(0), tl.cdiv(coded, block), tl.arange(0, 1)
     if plain is None or tile < tiles:
-        output = _outputs(tile * block, outputs, block, activation is not None).to(tl.int64)
+        first = tile * block
+        output = outputs_at(first, coded, block, activation is not None).to(tl.int64)
+        needed = ask(rest, first, row, 1, outputs, block, measured, kernel)
         chunk = tl.arange(0, chunks)
         placed = tl.reshape(output, [abreast, block // abreast])
         words, each = _weights_at(data, steps, placed, chunk, every, group, bits)
@@ -161,9 +165,11 @@ def _vector(
                 word, scales, at = some[2 * time], some[2 * time + 1], start + time * chunks
                 sums += _summed(seen, at, chunk, word, scales, bits, every, ragged)
         total = tl.reshape(tl.sum(sums, 0), [block, 1])
-        _put(total, None, output, out, tile * block, tl.arange(0, 1), 1, outputs + beside, block, activation)
+        finish(total, needed, rest, output, out, first, row, 1, outputs, inputs, block, kernel, activation)
     elif plain is not None:  # as many bytes of these
-        _plain_vector(x, plain, out, tile - tiles, outputs, beside, inputs, block // 4, 1024 * warps)
+        _plain_vector(
+            x, plain, out, rest, tile - tiles, outputs, coded, inputs, measured, kernel, block // 4, 1024 * warps
+        )  # fmt: skip
 
 
 @triton.jit
@@ -192,12 +198,11 @@ def _multiplied(sums, x, start, chunk, word, steps, bits: tl.constexpr, every: t
 
 
 @triton.jit
-def _plain_product(x, plain, output, low, high, block_rows: tl.constexpr, inputs: tl.constexpr):
-    """The products [outputs, rows] with weights that have not been quantised, of a part of the inputs."""
-    sums = tl.zeros([output.shape[0], block_rows], tl.float32)
+def _plain_product(sums, x, plain, low, high, inputs: tl.constexpr):
+    """Adds the products with weights that have not been quantised, of a part of the inputs, to sums [outputs, rows]."""
     for start in tl.range(low, high, 64, num_stages=3):
         at = start + tl.arange(0, 64)
-        some = tl.load(plain + output[:, None] * inputs + at[None, :], mask=at[None, :] < inputs, other=0.0)
+        some = tl.load(plain + at[None, :], mask=at[None, :] < inputs, other=0.0)
         seen = tl.load(x + at[:, None], mask=at[:, None] < inputs, other=0.0)
         sums = tl.dot(some, seen, sums, input_precision="ieee")
     return sums
@@ -205,19 +210,20 @@ def _plain_product(x, plain, output, low, high, block_rows: tl.constexpr, inputs
 
 @triton.jit(do_not_specialize=["rows"])
 def _product(
-    x, data, steps, plain, out, partial, arrived, rows, outputs, beside, x_stride, inputs: tl.constexpr,
-    group: tl.constexpr, bits: tl.constexpr, part: tl.constexpr, parts: tl.constexpr, block: tl.constexpr,
-    block_rows: tl.constexpr, chunks: tl.constexpr, ahead: tl.constexpr, activation: tl.constexpr,
+    x, data, steps, plain, out, rest, partial, arrived, rows, outputs, coded, x_stride, inputs: tl.constexpr,
+    measured: tl.constexpr, kernel: tl.constexpr, group: tl.constexpr, bits: tl.constexpr, part: tl.constexpr,
+    parts: tl.constexpr, block: tl.constexpr, block_rows: tl.constexpr, chunks: tl.constexpr, ahead: tl.constexpr,
+    activation: tl.constexpr,
 ):  # fmt: skip
     every: tl.constexpr = inputs * bits // 128
     size: tl.constexpr = 128 // bits
     ragged: tl.constexpr = every % part != 0
     first, low = tl.program_id(0) * block, tl.program_id(1) * part
-    output = _outputs(first, outputs, block, activation is not None).to(tl.int64)
+    output = outputs_at(first, outputs, block, activation is not None).to(tl.int64)
     row = tl.arange(0, block_rows)
     line = tl.minimum(row, rows - 1) * x_stride
     sums = tl.zeros([block, block_rows], tl.float32)
-    if plain is None or first < outputs:
+    if plain is None or first < coded:
         chunk = tl.arange(0, chunks)
         words, each = _weights_at(data, steps, output[:, None], chunk, every, group, bits)
         seen = _inputs_at(x + line, chunk, bits)
@@ -232,14 +238,16 @@ def _product(
         if x.dtype.element_ty != tl.float16:
             sums *= 1.0 / LOW
     elif plain is not None:
-        output = tl.minimum(first - outputs + tl.arange(0, block), beside - 1).to(tl.int64)
-        sums = _plain_product(x + line[None, :], plain, output, low * size, (low + part) * size, block_rows, inputs)
-    if parts == 1:
-        _put(sums, None, output, out, first, row, rows, outputs + beside, block, activation)
-    else:
-        last, sums = _gathered(sums, partial, arrived, tl.num_programs(0), block, block_rows, parts)
-        if last:
-            _put(sums, None, output, out, first, row, rows, outputs + beside, block, activation)
+        beside = plain + (output - coded)[:, None] * inputs
+        sums = _plain_product(sums, x + line[None, :], beside, low * size, (low + part) * size, inputs)
+    last = True
+    if parts > 1:
+        last = noted(sums, partial, arrived, block, block_rows, parts)
+    if last:
+        needed = ask(rest, first, row, rows, outputs, block, measured, kernel)  # now that registers are free for it
+        if parts > 1:
+            sums = gathered(partial, block, block_rows, parts)
+        finish(sums, needed, rest, output, out, first, row, rows, outputs, inputs, block, kernel, activation)
 
 
 @triton.jit
@@ -264,71 +272,60 @@ def _expand(
         tl.store(to + WORDS * plane, (weight * (1.0 / LOW)).to(out.dtype.element_ty), mask=inside)
 
 
-def quantised_product(
-    x: Tensor, data: Tensor, steps: Tensor, plain: Tensor | None = None, activation: Activation | None = None
-) -> Tensor:
-    """The twin of Chunks.product, for up to 64 rows and the ACTIVATIONS."""
-    (outputs, words), name = data.shape, None if activation is None else ACTIVATIONS[activation]
-    x = x if x.stride(1) == 1 else x.contiguous()
+def made(x: Input, work: Work) -> Stored:
+    """The product of up to ROWS."""
+    (outputs, inputs), words = work.weight.shape, work.weight.data.shape[1]
     if len(x) == 1:
-        return vector(x, data, steps, vector_cut(outputs, words), plain, name)
-    return product(x, data, steps, product_cut(outputs, words, len(x)), plain, name)
+        return vector(x, work, vector_cut(outputs, words // WORDS.value))
+    return product(x, work, product_cut(outputs, words // WORDS.value, 32 * words // inputs, len(x)))
 
 
-def vector_cut(outputs: int, words: int) -> Cut:
+def vector_cut(outputs: int, chunks: int) -> Cut:
     """A thread multiplies each input with the weights of four outputs, and many threads of few outputs share them."""
-    chunks = words // WORDS.value
-    if outputs < 8192:
-        return Cut(4, 128, min(3, triton.cdiv(chunks, 128)), 4)
-    each = 16 if chunks % 32 == 16 else 32
-    return Cut(128 // each, each, min(5, triton.cdiv(chunks, each)), registers=168)
+    if outputs >= 8192:
+        each, ahead = 16 if chunks % 32 == 16 else 32, 3 if outputs < 16384 else 5
+        return Cut(128 // each, each, min(ahead, triton.cdiv(chunks, each)), registers=168)
+    if chunks % 192 == 0:
+        return Cut(4, 64, 3, 2)
+    return Cut(4, 128, 2 if chunks % 256 == 0 else 1, 4)
 
 
-def product_cut(outputs: int, words: int, rows: int) -> Cut:
+def product_cut(outputs: int, chunks: int, bits: int, rows: int) -> Cut:
     """The inputs are cut so that there are somewhat more programs than run at a time, all alike if that can be."""
-    ahead = 4 if rows <= 16 else 2
-    spans = triton.cdiv(words // WORDS.value, STEP * ahead)
+    block, ahead = 32, 4 if rows <= 16 else 2
+    if outputs >= 16384 and rows <= 16:  # more run at a time, since each uses fewer registers
+        block, ahead = (16, 5) if bits == 8 else (32, 2)
+    spans = triton.cdiv(chunks, STEP * ahead)
     wanted = 2304 * 32 // outputs // triton.cdiv(rows, 16)
     parts = min((parts for parts in range(1, spans + 1) if spans % parts == 0), key=lambda parts: abs(parts - wanted))
-    return Cut(32, STEP, ahead, 1, parts)
+    return Cut(block, STEP, ahead, 1, parts)
 
 
-def vector(
-    x: Tensor, data: Tensor, steps: Tensor, cut: Cut, plain: Tensor | None = None, activation: str | None = None
-) -> Tensor:
+def vector(x: Input, work: Work, cut: Cut) -> Stored:
     """The product of one row, by the arithmetic units: a thread sums chunks of its own, a program its threads."""
-    outputs, beside = len(data), 0 if plain is None else len(plain)
-    out = x.new_empty(1, (outputs + beside) // (1 if activation is None else 2))
-    tiles = triton.cdiv(outputs, cut.outputs) + triton.cdiv(beside, cut.outputs // 4)
+    coded, outputs = len(work.weight.data), work.weight.shape[0]
+    tiles = triton.cdiv(coded, cut.outputs) + triton.cdiv(outputs - coded, cut.outputs // 4)
+    x, stored, told = prepared(x, work, tiles)
     _vector[(tiles,)](
-        x, data, steps, plain, out, outputs, beside, inputs=x.shape[1], **_form(data, steps), block=cut.outputs,
-        chunks=cut.chunks, ahead=cut.ahead, warps=cut.warps, activation=activation, num_warps=cut.warps,
-        maxnreg=cut.registers,
+        x, out=stored.out, block=cut.outputs, chunks=cut.chunks, ahead=cut.ahead, warps=cut.warps,
+        num_warps=cut.warps, maxnreg=cut.registers, **told, **_told(work.weight),
     )  # fmt: skip
-    return out
+    return stored
 
 
-def product(
-    x: Tensor, data: Tensor, steps: Tensor, cut: Cut, plain: Tensor | None = None, activation: str | None = None
-) -> Tensor:
+def product(x: Input, work: Work, cut: Cut) -> Stored:
     """The product of several rows, by the matrix units."""
-    (rows, inputs), outputs, beside = x.shape, len(data), 0 if plain is None else len(plain)
-    every, span = data.shape[1] // WORDS.value, cut.chunks * cut.ahead
+    every, span = work.weight.data.shape[1] // WORDS.value, cut.chunks * cut.ahead
     part = triton.cdiv(triton.cdiv(every, span), cut.parts) * span
-    tiles, parts = triton.cdiv(outputs, cut.outputs) + triton.cdiv(beside, cut.outputs), triton.cdiv(every, part)
-    block_rows = max(8, triton.next_power_of_2(rows))
-    out = x.new_empty(rows, (outputs + beside) // (1 if activation is None else 2))
-    partial = arrived = None
-    if parts > 1:
-        assert tiles <= COUNTED
-        partial = x.new_empty(parts * tiles * cut.outputs * block_rows, dtype=torch.float32)
-        arrived = arrivals(x.device)
+    tiles, parts = triton.cdiv(work.weight.shape[0], cut.outputs), triton.cdiv(every, part)
+    block_rows = max(8, triton.next_power_of_2(len(x)))
+    x, stored, told = prepared(x, work, tiles)
     _product[tiles, parts](
-        x, data, steps, plain, out, partial, arrived, rows, outputs, beside, x.stride(0), inputs=inputs,
-        **_form(data, steps), part=part, parts=parts, block=cut.outputs, block_rows=block_rows, chunks=cut.chunks,
-        ahead=cut.ahead, activation=activation, num_warps=cut.warps, maxnreg=cut.registers,
+        x, out=stored.out, rows=len(x), x_stride=x.stride(0), part=part, block=cut.outputs, block_rows=block_rows,
+        chunks=cut.chunks, ahead=cut.ahead, num_warps=cut.warps, maxnreg=cut.registers,
+        **told, **_told(work.weight), **in_parts(x, tiles, parts, cut.outputs * block_rows),
     )  # fmt: skip
-    return out
+    return stored
 
 
 def expanded(data: Tensor, steps: Tensor) -> Tensor:
@@ -338,6 +335,13 @@ def expanded(data: Tensor, steps: Tensor) -> Tensor:
     grid = triton.cdiv(outputs, 16), triton.cdiv(words, 128)
     _expand[grid](data, steps, out, outputs, inputs=out.shape[1], **form, block=16, chunks=32)
     return out
+
+
+def _told(weight: Tensor | Chunks) -> dict[str, Any]:
+    """What the kernels of products are told of it."""
+    assert isinstance(weight, Chunks)
+    data, steps = weight.data, weight.steps
+    return {"data": data, "steps": steps, "plain": weight.beside, "coded": len(data), **_form(data, steps)}
 
 
 def _form(data: Tensor, steps: Tensor) -> dict[str, int]:
