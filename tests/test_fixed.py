@@ -174,7 +174,7 @@ def test_a_round_does_the_commit_of_the_round_before(family, pair_of, monkeypatc
     fast = [states[1] for states in pair.states]
     for kept in ([2, 0, 1], [1, 2, 3], [3, 1, 2]):
         settled.clear()
-        pair.draft([[1, 2, 3], [4, 5, 6], [7, 8, 9]], kept, [0, 1, 2])
+        pair.draft([[1, 2, 3, 4], [4, 5, 6, 7], [7, 8, 9, 0]], kept, [0, 1, 2])
         assert [state.owes is not None for state in fast] == [count > 0 for count in kept]
         assert settled == [count for count in [sum(count > 0 for count in kept)] if count]  # the readable ones alone
     settled.clear()
@@ -185,6 +185,9 @@ def test_a_round_does_the_commit_of_the_round_before(family, pair_of, monkeypatc
     settled.clear()
     pair.draft([[4, 5, 6, 7]] * 3, [2] * 3, [0, 1, 2])
     assert settled == [1, 3] and fast[2].owes is not None  # the first row was not in the round before
+    settled.clear()
+    pair.draft([list(range(6))] * 3, [6] * 3, [0, 1, 2])
+    assert settled == [3, 3] and fast[2].owes is not None  # there was too little room: others had to go first
     settled.clear()
     pair.states.append(tuple(states.fork() for states in pair.states[2]))  # whoever looks finds it done
     assert fast[2].owes is None and settled == [1]

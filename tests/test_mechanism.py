@@ -15,6 +15,7 @@ from toy import DELTA, FULL, WINDOW, check, close, feed, pool_of, text, toy, use
 from bough.errors import PoolFull, StateError
 from bough.state.live import State
 from bough.state.pool import Pool
+from bough.state.recordings import Recordings
 from bough.state.reservation import forward
 from bough.state.snapshot import Snapshot, merge
 from bough.state.store import Run
@@ -512,6 +513,57 @@ def test_a_replay_that_fails_breaks_the_state_and_nothing_else():
     state.release()
     pool.check()
     check(model, other, tokens[:5])
+
+
+def test_what_broke_in_a_step_stays_broken():
+    """A commit that is owed may be settled in the step after, and fail there."""
+    model, tokens = toy(5), text(12)
+    pool = pool_of(model, 4)
+    state = grown(model, pool, tokens)
+    lasting = Recordings(pool)
+    with state.begin() as transaction:
+        feed(model, (state, (1, 2)))
+        lasting.parts, transaction.recordings.lasting = transaction.recordings.parts, lasting
+        transaction.commit(2)
+    assert state.owes is lasting and state.condition == "ready"
+    state.check()
+    lasting.parts[DELTA, "delta"].inputs = (np.zeros(2),) * 4
+    state.begin()
+    with pytest.raises(ValueError, match="unpack"), forward(pool, [(state, [3])], settled=False):
+        state.settle()
+    assert state.condition == "broken" and state.owes is None
+    state.release()
+    pool.check()
+
+
+def test_what_is_owed_is_done_for_whoever_looks():
+    model, tokens = toy(5), text(12)
+    pool = pool_of(model, 4)
+
+    def owing() -> State:
+        state, lasting = grown(model, pool, tokens), Recordings(pool)
+        with state.begin() as transaction:
+            feed(model, (state, (1, 2, 3)))
+            lasting.parts, transaction.recordings.lasting = transaction.recordings.parts, lasting
+            transaction.commit(2)
+        assert state.owes is lasting
+        return state
+
+    kept = (*tokens, 1, 2)
+    fed, forked, rewound, saved, gone = (owing() for _ in range(5))
+    feed(model, (fed, (4,)))
+    check(model, fed, (*kept, 4))
+    check(model, forked.fork(), kept)
+    check(model, forked, kept)
+    rewound.rewind(len(kept))
+    check(model, rewound, kept)
+    snapshot = saved.snapshot(0)
+    feed(model, (saved, (4, 0)))
+    saved.restore([snapshot], len(kept))
+    check(model, saved, kept)
+    gone.release()
+    assert gone.owes is None
+    pool.check()
 
 
 def test_forks_draft_together():

@@ -124,6 +124,17 @@ def test_what_the_hub_refuses(hub, llama, monkeypatch):
     assert hub.tokens == {None, "hf_wrong", "hf_secret"}
 
 
+def test_a_disk_that_is_too_small(hub, llama, monkeypatch):
+    size = (llama / "model.safetensors").stat().st_size
+    usage = shutil.disk_usage(llama)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size - 1))
+    refused(f"takes {size:,} bytes more, and {size - 1:,} are free")
+    assert not any(path.endswith("model.safetensors") for path, _ in hub.asked)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size))
+    pull(Store(), TINY)
+    check(Store())
+
+
 def test_a_hub_that_is_not_there(hub, llama, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     refused("the hub does not answer as it should")

@@ -104,6 +104,7 @@ def test_create_with_a_quantised_draft(client, live):
         ({"model": "../x", "from": "served"}, "model must be a name"),
         ({"model": "x", "from": "/etc"}, "from must be a name"),
         ({"model": "x", "from": "./served"}, "from must be a name"),
+        ({"model": "x", "from": "served", "draft": "~nobody/x"}, "draft must be a name"),
         ({"model": "x", "from": "served", "files": {"a": "sha256:0"}}, "files must be left out"),
         ({"model": "x", "from": "served", "adapters": {"a": "b"}}, "adapters must be left out"),
         ({"model": "x", "from": "served", "messages": [{"role": "user"}]}, "messages must be left out"),

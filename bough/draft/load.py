@@ -119,8 +119,9 @@ def _head(path: Path, target: Model) -> MTPDrafter:
 
 def _implemented(option: Drafter) -> Drafter:
     names = ("kinds", "lag", "reads_hidden", "committed", "propose", "close")
-    if isinstance(option, type) or not all(hasattr(option, name) for name in names):
-        raise OptionError(f"draft is {option!r}; it must be {ALLOWED}")
+    if isinstance(option, type) or (lacking := [name for name in names if not hasattr(option, name)]):
+        lacks = "" if isinstance(option, type) else f", which lacks {', '.join(lacking)}"
+        raise OptionError(f"draft is {option!r}{lacks}; it must be {ALLOWED}")
     return option
 
 

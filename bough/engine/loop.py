@@ -364,7 +364,8 @@ class Loop:
         """The request is done: what was computed for it is kept."""
         if sequence.state is not None:
             self.drafting.end(sequence)
-            self.cache.admit(sequence.state, sequence.tokens, sequence.salt, ended=True)
+            if sequence.state.condition == "ready":
+                self.cache.admit(sequence.state, sequence.tokens, sequence.salt, ended=True)
             if sequence.use is not None:
                 self.cache.finished(sequence.use, sequence.tokens, len(sequence.written), sequence.salt)
         self._forget(sequence)

@@ -55,8 +55,12 @@ def linear(x: Input, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def later(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Addend:
-    """The same, but left undone where a norm that follows can do it better."""
-    if bias is None and isinstance(weight, Tensor | Chunks) and few(x, weight) is not None:
+    """The same, but left undone where a norm that follows can do it better.
+
+    In float16 rows that are not yet divided by their root might leave its range.
+    """
+    left = bias is None and x.dtype != torch.float16
+    if left and isinstance(weight, Tensor | Chunks) and few(x, weight) is not None:
         return Product(x, weight)
     return linear(x, weight, bias)
 

@@ -242,7 +242,8 @@ def _parsed(text: str, field: str) -> Name:
 def _modelfile(body: dict[str, Any]) -> Modelfile:
     if "from" not in body:
         raise Invalid("from", "given: the name of a stored model")
-    _parsed(body["from"], "from")
+    for field in {"from", "draft"} & body.keys():
+        _parsed(body[field], field)
     license = body.get("license", ())
     template, parameters = body.get("template") or None, _parameters(body.get("parameters", {}))
     if template is not None:

@@ -84,7 +84,7 @@ class Graphs:
         return (
             self._memory is not None
             and 0 < len(counts) <= MOST
-            and 0 < max(counts) <= FEW
+            and all(0 < count <= FEW for count in counts)
             and not any(step.rows.cuts)
             and step.masks is None
         )
@@ -93,6 +93,8 @@ class Graphs:
         """The graph for a step's shape; None where there is no memory for it, or a model waits for the device."""
         each = next(each for each in EACH if each >= max(step.rows.counts))
         shape = (bucket(len(step.rows.counts)), each, step.recordings is not None)
+        if step.recordings is not None:
+            self._make_room(min(shape[0], self.pool.max_running) * each)
         if shape not in self._captured:
             self._captured[shape] = None
             if torch.cuda.mem_get_info(self.pool.device)[0] < LEFT:
@@ -102,7 +104,16 @@ class Graphs:
                 self._captured[shape] = self._capture(*shape, like=rows)
             except Exception as error:  # noqa: BLE001 (whatever it is, the step is computed plainly, or fails there)
                 log.warning("steps of %d rows are not captured, and take longer (%s)", shape[0], error)
+                if not self._turns.made:
+                    self._turns = Turns(self.pool)  # what there was memory for is given back
         return self._captured[shape]
+
+    def _make_room(self, tokens: int) -> None:
+        """For so many tokens to be recorded. Where there is less, all that was captured to record there goes."""
+        if self._turns.most < tokens:
+            self._turns.settle()
+            self._captured = {shape: each for shape, each in self._captured.items() if not shape[2]}
+            self._turns = Turns(self.pool, tokens)
 
     def _capture(self, rows: int, each: int, recorded: bool, like: Tensor | None) -> Captured:
         fixed = Fixed(self.pool, rows, each, self.context)

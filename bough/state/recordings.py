@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from bough.ops.ragged import Recording, Replayed, ReplayedRow
-from bough.ops.spans import FEW
 from bough.state.kinds import Replay, SlotPart
 from bough.state.pool import Pool
 
@@ -85,10 +84,20 @@ class Recordings:
 class Turns:
     """What captured forwards record, by turns: each writes one half, and first does what is owed to the other."""
 
-    def __init__(self, pool: Pool) -> None:
-        most = pool.max_running * FEW
+    def __init__(self, pool: Pool, most: int = 0) -> None:
+        self.most = most  # tokens of a forward
         self.room = Recordings(pool, {key: Recording(most=most) for key in _fields(pool)})  # where kernels find both
         self.turn = 0  # whose it was last
+
+    @property
+    def made(self) -> bool:
+        """Whether there is room for all parts: the first forward makes it."""
+        return all(each.halves for each in self.room.parts.values())
+
+    def settle(self) -> None:
+        """Move all states on that owe something."""
+        for half in self.halves if self.made else ():
+            half.settle()
 
     @cached_property
     def halves(self) -> tuple[Recordings, Recordings]:
@@ -97,7 +106,7 @@ class Turns:
             for turn in range(2)
         ]
         first, second = (Recordings(self.room.pool, each) for each in parts)
-        first.least = second.least = min((each.most for each in self.room.parts.values()), default=0)
+        first.least = second.least = self.most
         return first, second
 
     def owed(self, states: Sequence["State"]) -> list[tuple[int, int]]:

@@ -310,6 +310,8 @@ class Reservation:
         for slot in [*self._new_slots.values(), *(slot for points in self._points for slot in points.values())]:
             self.pool.release(self.pool.slot_reference(slot))
         for state, count in zip(self.states, self.rows.counts, strict=True):
+            if state.condition == "broken":  # before the forward began
+                continue
             if state.transaction is not None:
                 state.transaction.recordings = None
                 state.condition = "in a transaction"

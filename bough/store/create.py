@@ -102,7 +102,7 @@ class Creation:
 
     def _head(self, draft: Part, target: Part) -> Part:
         """A head in a folder of its own, without what lay beside it, and with the config of the model it is for."""
-        folder = self.job.folder / f"head-{draft.identity}"
+        folder = self.job.folder / f"head-{draft.identity}-{target.identity}"
         if not folder.is_dir():
             making = folder.with_name(f".{folder.name}")
             shutil.rmtree(making, ignore_errors=True)

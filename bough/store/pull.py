@@ -8,6 +8,7 @@ the hub tells. Offline, a model is taken from the hub's own cache on this machin
 import hashlib
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -237,6 +238,7 @@ class Download:
 
     def fetch(self, files: list[Remote]) -> None:
         """Fetch files; what of them is there already, or in the store, is not asked for."""
+        self._expect_space(files)
         what, done, total = f"pulling {self.hub}", 0, sum(each.size for each in files)
 
         def tell(remote: Remote, now: int) -> None:
@@ -252,6 +254,17 @@ class Download:
                     _fetch_one(self.library, url, each, place, partial(tell, each))
             tell(each, each.size)
             done += each.size
+
+    def _expect_space(self, files: list[Remote]) -> None:
+        there = (self.folder / name for each in files for name in (each.name, f"{each.name}.part"))
+        lacking = sum(each.size for each in files if not self.blobs.has(Entry(each.sha256 or "", each.size)))
+        lacking -= sum(path.stat().st_size for path in there if path.exists())
+        free = shutil.disk_usage(self.folder.parent).free
+        if lacking > free:
+            raise RequestError(
+                f"{self.hub} takes {lacking:,} bytes more, and {free:,} are free; make room, or let BOUGH_HOME be a"
+                " folder on another disk"
+            )
 
     def _is_stored(self, remote: Remote, place: Path) -> bool:
         """Whether a file could be taken from the store, where another model has it."""
