@@ -16,6 +16,8 @@ from test_triton import DEVICE, kernels, plain_numbers  # noqa: F401 (a fixture)
 
 from bough.engine.runner import Runner
 from bough.models.load import load_model
+from bough.ops.ragged import Recording
+from bough.ops.spans import FEW
 from bough.state.fixed import Fixed
 from bough.state.graphs import Captured, Graphs, bucket
 from bough.state.layout import Layout
@@ -116,6 +118,7 @@ def without_graphs(graphs: Graphs, monkeypatch) -> None:
     monkeypatch.setattr(graphs, "_memory", (0, 0))
     monkeypatch.setattr(graphs, "_capture", capture)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
 
 
 @contextmanager
@@ -186,9 +189,6 @@ def test_a_round_does_the_commit_of_the_round_before(family, pair_of, monkeypatc
     pair.draft([[4, 5, 6, 7]] * 3, [2] * 3, [0, 1, 2])
     assert settled == [1, 3] and fast[2].owes is not None  # the first row was not in the round before
     settled.clear()
-    pair.draft([list(range(6))] * 3, [6] * 3, [0, 1, 2])
-    assert settled == [3, 3] and fast[2].owes is not None  # there was too little room: others had to go first
-    settled.clear()
     pair.states.append(tuple(states.fork() for states in pair.states[2]))  # whoever looks finds it done
     assert fast[2].owes is None and settled == [1]
     settled.clear()
@@ -197,6 +197,44 @@ def test_a_round_does_the_commit_of_the_round_before(family, pair_of, monkeypatc
     pair.states[0][0].release()
     pair.step([[3], [4], [5]], [1, 2, 3])
     pair.fast.pool.check()
+
+
+@kernels
+def test_room_for_more_rows(pair_of, monkeypatch):
+    monkeypatch.setattr("bough.state.graphs.ROOM", 1)
+    pair = pair_of(qwen3_5)
+    for tokens in ([1, 2, 3], [4, 5], [6]):
+        pair.start(tokens)
+    turns = []
+    for rows in ([0], [0, 1], [0, 1, 2], [1, 2]):
+        pair.draft([[1, 2]] * len(rows), [1] * len(rows), rows)
+        turns.append(pair.fast.graphs._turns)
+    assert len({id(each) for each in turns}) == 2  # for two rows, and for all
+    assert all(states[1].owes in turns[-1].halves for states in pair.states)
+    pair.step([[3], [4], [5]])
+
+
+@kernels
+def test_too_little_memory_to_record_for_many_rows(pair_of, monkeypatch):
+    """They are computed plainly; fewer rows are captured all the same."""
+    monkeypatch.setattr("bough.state.graphs.ROOM", 1)
+    pair = pair_of(lfm2)
+    for tokens in ([1, 2, 3], [4, 5], [6]):
+        pair.start(tokens)
+    room, tried = Recording.room, []
+
+    def short(self, *inputs):
+        if self.most > 2 * FEW:
+            tried.append(self.most)
+            raise MemoryError("no more of it")
+        return room(self, *inputs)
+
+    monkeypatch.setattr(Recording, "room", short)
+    for rows in ([0], [0, 1, 2], [0, 1, 2], [1, 2], [0, 1], [0]):
+        pair.draft([[1, 2]] * len(rows), [1] * len(rows), rows)
+    if DEVICE == "cpu":
+        assert len(tried) == 1 and pair.fast.graphs._turns.made
+    pair.step([[3], [4], [5]])
 
 
 @kernels

@@ -21,6 +21,7 @@ from bough.state.step import Step
 MOST = 256  # rows
 EACH = (1, 2, 3, 5, FEW)  # tokens of a row that steps are captured for
 LEFT = 1 << 30  # bytes that are left to what is not captured
+ROOM = 8  # rows that there is room to record for, at the least
 Compute = Callable[[Step, Tensor | None], tuple[Tensor, Tensor]]  # of a step, and rows that come with its tokens
 
 log = logging.getLogger("bough")
@@ -63,7 +64,7 @@ class Graphs:
 
     def __init__(self, pool: Pool, compute: Compute, context: int) -> None:
         self.pool, self.compute, self.context = pool, compute, context
-        self._turns = Turns(pool)
+        self._turns, self._recordable = Turns(pool), pool.max_running
         self._captured: dict[tuple[int, int, bool], Captured | None] = {}
         self._memory = torch.cuda.graph_pool_handle() if pool.device.type == "cuda" else None
 
@@ -93,8 +94,8 @@ class Graphs:
         """The graph for a step's shape; None where there is no memory for it, or a model waits for the device."""
         each = next(each for each in EACH if each >= max(step.rows.counts))
         shape = (bucket(len(step.rows.counts)), each, step.recordings is not None)
-        if step.recordings is not None:
-            self._make_room(min(shape[0], self.pool.max_running) * each)
+        if step.recordings is not None and not self._has_room(min(shape[0], self.pool.max_running)):
+            return None
         if shape not in self._captured:
             self._captured[shape] = None
             if torch.cuda.mem_get_info(self.pool.device)[0] < LEFT:
@@ -104,16 +105,21 @@ class Graphs:
                 self._captured[shape] = self._capture(*shape, like=rows)
             except Exception as error:  # noqa: BLE001 (whatever it is, the step is computed plainly, or fails there)
                 log.warning("steps of %d rows are not captured, and take longer (%s)", shape[0], error)
-                if not self._turns.made:
-                    self._turns = Turns(self.pool)  # what there was memory for is given back
+                if not self._turns.made:  # what there was memory for is given back, and so many are not tried again
+                    self._turns, self._recordable = Turns(self.pool), min(shape[0], self._recordable) // 2
         return self._captured[shape]
 
-    def _make_room(self, tokens: int) -> None:
-        """For so many tokens to be recorded. Where there is less, all that was captured to record there goes."""
-        if self._turns.most < tokens:
+    def _has_room(self, rows: int) -> bool:
+        """Whether so many rows can be recorded. Where there was room for fewer, all that records there is dropped."""
+        if rows > self._recordable:
+            return False
+        if self._turns.most < rows * FEW:
             self._turns.settle()
+            if self._memory is not None and any(recorded for _, _, recorded in self._captured):
+                torch.cuda.synchronize(self.pool.device)  # nothing of it may be under way
             self._captured = {shape: each for shape, each in self._captured.items() if not shape[2]}
-            self._turns = Turns(self.pool, tokens)
+            self._turns = Turns(self.pool, min(self._recordable, max(ROOM, 2 * rows)) * FEW)
+        return True
 
     def _capture(self, rows: int, each: int, recorded: bool, like: Tensor | None) -> Captured:
         fixed = Fixed(self.pool, rows, each, self.context)
