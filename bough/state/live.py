@@ -106,9 +106,7 @@ class State:
         runs, slot = (dict(self.runs), self.slot) if whole else self._expect_resolved((), length)
         other = State(self.pool)
         other._become(length, runs, slot)
-        for at, point in self.points.items():
-            if at <= length:
-                other.points[at] = Snapshot(self.pool, at, at, point.runs, point.slot)
+        other.points = {at: point.held() for at, point in self.points.items() if at <= length}
         return other
 
     def rewind(self, length: int) -> None:

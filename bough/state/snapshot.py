@@ -28,7 +28,7 @@ class Snapshot:
 
     def __init__(self, pool: Pool, start: int, end: int, runs: dict[int, Run], slot: int | None) -> None:
         self.pool, self.start, self.end, self.runs, self.slot = pool, start, end, runs, slot
-        self.closed = False
+        self.closed, self._more = False, 0  # how many hold it beside the one it was made for
         pool.share(self.references())
         pool.register(self)
 
@@ -148,9 +148,17 @@ class Snapshot:
         assert merged is not None
         return merged
 
+    def held(self) -> "Snapshot":
+        """This one, for another holder: it is closed when each of them has closed it."""
+        self._expect_open()
+        self._more += 1
+        return self
+
     def close(self) -> None:
-        """Drop the references. A second call does nothing."""
-        if not self.closed:
+        """Drop the references. Once it is closed, another call does nothing."""
+        if self._more:
+            self._more -= 1
+        elif not self.closed:
             self.closed = True
             self.pool.release(self.references())
             self.pool.unregister(self)
