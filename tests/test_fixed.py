@@ -13,6 +13,7 @@ import pytest
 import torch
 from parity import randomise, remember, save
 from test_triton import DEVICE, kernels, plain_numbers  # noqa: F401 (a fixture)
+from test_triton_experts import poisoned_memory
 
 from bough.engine.runner import Runner
 from bough.models.load import load_model
@@ -103,7 +104,7 @@ def without_graphs(graphs: Graphs, monkeypatch) -> None:
         step = Fixed(graphs.pool, rows, each, graphs.context).step(graphs._turns.room if recorded else None)
 
         def compute() -> tuple[torch.Tensor, torch.Tensor]:
-            with by_kernels():
+            with by_kernels(), poisoned_memory():  # as if others had used a graph's memory meanwhile
                 return graphs.compute(step, None)
 
         hidden, logits = compute()
