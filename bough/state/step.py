@@ -86,12 +86,19 @@ class HostNumbers:
         self.short: ShortRows | None = None
         self.owed: Owed | None = None
         self._tables: dict[int, PageTable] = {}
+        self._pages: dict[int, tuple[Ints, list[int]]] = {}
 
     @cached_property
     def places(self) -> Ints:
         """The position of each token."""
-        spans = [np.arange(h, h + n) for h, n in zip(self.rows.history, self.rows.counts, strict=True)]
-        return np.concatenate(spans) if spans else np.empty(0, np.int64)
+        counts = np.array(self.rows.counts, np.int64)
+        ahead: Ints = np.array(self.rows.history, np.int64) - counts.cumsum() + counts
+        return np.arange(self.rows.total) + ahead[self._row]
+
+    @cached_property
+    def _row(self) -> Ints:
+        """The row of each token."""
+        return np.repeat(np.arange(len(self.rows.counts)), self.rows.counts)
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -110,18 +117,21 @@ class HostNumbers:
 
     def pages(self, unit: int) -> tuple[Ints, list[int]]:
         """The pages of all rows, and for each where in there page number 0 is, or would be."""
-        runs, starts = self.runs[unit], np.cumsum([0, *(len(run.ids) for run in self.runs[unit])])
-        offset = [int(start) - run.first for start, run in zip(starts, runs, strict=False)]
-        return np.concatenate([run.ids for run in runs]) if runs else np.empty(0, np.int64), offset
+        if unit not in self._pages:
+            runs = self.runs[unit]
+            starts = accumulate((len(run.ids) for run in runs), initial=0)
+            offset = [start - run.first for start, run in zip(starts, runs, strict=False)]
+            self._pages[unit] = np.concatenate([run.ids for run in runs]) if runs else np.empty(0, np.int64), offset
+        return self._pages[unit]
 
     def written(self, unit: int) -> Ints:
         """The page that each token's entry goes to."""
-        pages = np.full(self.rows.total, self.pool.stores[unit].scratch, np.int64)
-        known, size = self.known[unit] if self.known else self.rows.history, self.pool.layout.page_tokens
-        for row, start, end in self.rows:
-            run, new = self.runs[unit][row], min(end, start + max(0, known[row] - self.rows.history[row]))
-            pages[new:end] = run.ids[self.places[new:end] // size - run.first]
-        return pages
+        written = np.full(self.rows.total, self.pool.stores[unit].scratch, np.int64)
+        (pages, offset), known = self.pages(unit), self.known[unit] if self.known else self.rows.history
+        new = self.places >= np.array(known, np.int64)[self._row]
+        number = self.places[new] // self.pool.layout.page_tokens
+        written[new] = pages[np.array(offset, np.int64)[self._row[new]] + number]
+        return written
 
     def _sent(self, numbers: Ints) -> Tensor:
         return torch.from_numpy(numbers.astype(np.int32)).to(self.pool.device)
