@@ -37,7 +37,8 @@ LONG = Rows((70, 9, 2, 0, 40), (3, 0, 1, 1, 1), ((5, 6, 70), (), (1,), (), (32,)
 @pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
 @pytest.mark.skipif(HERE, reason="the tests run in this process")
 @pytest.mark.parametrize(
-    "name", [f"test_{each}.py" for each in ("triton", "quant_kernels", "fixed", *(f"triton_{of}" for of in PARTS))]
+    "name",
+    [f"test_{each}.py" for each in ("triton", "quant_kernels", "fixed", "rounds", *(f"triton_{of}" for of in PARTS))],
 )
 def test_kernels_in_the_interpreter(name):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-W", "ignore"]
