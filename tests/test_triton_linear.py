@@ -197,9 +197,12 @@ def test_what_the_kernels_leave_to_torch():
 @pytest.mark.parametrize("rows", [1, 16, 32])
 def test_a_captured_graph_repeats_what_was_computed(rows):
     x, weight, bias = made(rows, 2560, 4096, LOW)
-    want = [ops.linear(x, weight, bias), F.linear(x, weight, bias)]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # which has counters of its own, made before
+        want = [ops.linear(x, weight, bias), F.linear(x, weight, bias)]
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
         ours = ops.linear(x, weight, bias)
     for _ in range(3):
         ours.fill_(torch.nan)
