@@ -6,7 +6,7 @@ by the root of that measure (Normed). Both are made only where twins do this; el
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Product:
         made = self._twin().product_normed(self.x, self.weight, onto, scale)
         return made.total, Normed(made.out, made.squares, eps)
 
-    def _twin(self):  # type: ignore[no-untyped-def]
+    def _twin(self) -> Any:
         return twins(self.x)
 
 

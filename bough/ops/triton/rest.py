@@ -135,7 +135,7 @@ def _convolved(
     tl.debug_barrier()  # all threads have their tails before any is written
     tl.store(place, value, mask=inside & (tap > 0) & (tap < kernel))
     y = tl.sum(value.to(tl.float32) * taps, 2)
-    return tl.where((channel < rest.channels)[:, None], y * tl.sigmoid(y), sums)
+    return tl.where((channel < rest.channels)[:, None], activated(y, "silu"), sums)
 
 
 @triton.jit
