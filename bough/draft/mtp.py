@@ -19,8 +19,9 @@ from bough import ops
 from bough.draft import Choose, Draft, Grown, Wanted
 from bough.errors import ModelError
 from bough.models.blocks import GatedMLP, activation
+from bough.models.layered import Layer
 from bough.models.model import Model
-from bough.models.qwen3_next import Layer, Qwen3Next, SparseMLP
+from bough.models.qwen3_next import Qwen3Next, SparseMLP
 from bough.models.weights import Weights
 from bough.state.graphs import Graphs
 from bough.state.kinds import Kind

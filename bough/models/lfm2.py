@@ -6,12 +6,10 @@ Knows the older config.json too: there the attention layers are listed by index,
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from bough import ops
-from bough.models.blocks import Attention, GatedMLP, Rope, Rotation, narrowed, narrowing
+from bough.models.blocks import Attention, GatedMLP, Rotation
 from bough.models.config import ModelConfig
-from bough.models.model import Model
+from bough.models.layered import Layer, Layered
 from bough.models.weights import Weights
 from bough.ops import Addend, Input, Norm
 from bough.state.kinds import ShortConv
@@ -37,41 +35,6 @@ class Convolution:
         return self.out.later(c * ops.causal_conv(b * v, self.taps, step.rows, bias=self.bias, stored=tails).out)
 
 
-class Layer:
-    def __init__(self, config: ModelConfig, weights: Weights, index: int, layer_type: str) -> None:
-        prefix, hidden, head_dim = f"model.layers.{index}", config.hidden_size, config.head_size
-
-        def norm(name: str, size: int) -> Norm:
-            return Norm(weights.tensor(f"{prefix}.{name}.weight", (size,)), config.norm_eps, rounded=True)
-
-        self.mixer: Attention | Convolution
-        if layer_type == FULL:
-            self.mixer = Attention(
-                weights,
-                f"{prefix}.self_attn",
-                index,
-                hidden=hidden,
-                heads=config.num_attention_heads,
-                kv_heads=config.num_key_value_heads,
-                head_dim=head_dim,
-                q_norm=norm("self_attn.q_layernorm", head_dim),
-                k_norm=norm("self_attn.k_layernorm", head_dim),
-                out="out_proj",
-            )
-        else:
-            self.mixer = Convolution(config, weights, f"{prefix}.conv", index)
-        self.mixer_norm, self.mlp_norm = norm("operator_norm", hidden), norm("ffn_norm", hidden)
-        self.mlp = GatedMLP(weights, f"{prefix}.feed_forward", hidden, mlp_width(config), names=("w1", "w3", "w2"))
-
-    def __call__(
-        self, x: Tensor, y: Addend | None, step: Step, rotation: Rotation, wanted: Tensor | None
-    ) -> tuple[Tensor, Addend]:
-        """The stream, and what is yet to be added to it: on the way in and out, since the next norm adds it."""
-        x, normed = self.mixer_norm.after(x, y)
-        x, normed = self.mlp_norm.after(*narrowed(x, self.mixer(normed, step, rotation), wanted))
-        return x, self.mlp(normed)
-
-
 def mlp_width(config: ModelConfig) -> int:
     """The width as given, or two thirds of it, scaled and rounded up: as many weights as an MLP without a gate."""
     width, multiple = config.intermediate_size, config.block_multiple_of
@@ -86,7 +49,7 @@ def layer_types(config: ModelConfig) -> list[str]:
     return config.types_of_layers((CONV, FULL), lambda layer: FULL if layer in attending else CONV)
 
 
-class Lfm2(Model):
+class Lfm2(Layered):
     defaults: Mapping[str, Any] = {  # configs on the hub leave out what has these values
         "norm_eps": 1e-5,
         "tie_word_embeddings": True,
@@ -101,15 +64,30 @@ class Lfm2(Model):
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         config = config.renamed({"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"})
         super().__init__(config, weights)
-        self.layers = [Layer(config, weights, i, each) for i, each in enumerate(layer_types(config))]
-        norm = weights.tensor("model.embedding_norm.weight", (self.hidden_size,))
-        self.norm = Norm(norm, config.norm_eps, rounded=True)
-        self.rope = Rope(config.head_size, config.rope(), self.context, weights)
-        self.kinds = [layer.mixer.kind for layer in self.layers]
+        layers = [self._layer(weights, index, each) for index, each in enumerate(layer_types(config))]
+        self._stack(layers, self._norm(weights, "model.embedding_norm", self.hidden_size), weights)
 
-    def __call__(self, step: Step) -> Tensor:
-        x, rotation = self.embed(step.tokens), self.rope(step.positions)
-        y = None
-        for layer, wanted in narrowing(self.layers, step):
-            x, y = layer(x, y, step, rotation, wanted)
-        return self.norm.whole(x, y)[1]
+    def _norm(self, weights: Weights, name: str, size: int) -> Norm:
+        return Norm(weights.tensor(f"{name}.weight", (size,)), self.config.norm_eps, rounded=True)
+
+    def _layer(self, weights: Weights, index: int, layer_type: str) -> Layer:
+        prefix, config, hidden = f"model.layers.{index}", self.config, self.hidden_size
+        mixer: Attention | Convolution
+        if layer_type == FULL:
+            mixer = Attention(
+                weights,
+                f"{prefix}.self_attn",
+                index,
+                hidden=hidden,
+                heads=config.num_attention_heads,
+                kv_heads=config.num_key_value_heads,
+                head_dim=config.head_size,
+                q_norm=self._norm(weights, f"{prefix}.self_attn.q_layernorm", config.head_size),
+                k_norm=self._norm(weights, f"{prefix}.self_attn.k_layernorm", config.head_size),
+                out="out_proj",
+            )
+        else:
+            mixer = Convolution(config, weights, f"{prefix}.conv", index)
+        mlp = GatedMLP(weights, f"{prefix}.feed_forward", hidden, mlp_width(config), names=("w1", "w3", "w2"))
+        mixer_norm, mlp_norm = (self._norm(weights, f"{prefix}.{each}_norm", hidden) for each in ("operator", "ffn"))
+        return Layer(mixer_norm, mixer, mlp_norm, mlp)

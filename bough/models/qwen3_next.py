@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from bough import ops
-from bough.models.blocks import Attention, GatedMLP, Linear, Rope, Rotation, activation, narrowed, narrowing
+from bough.models.blocks import Attention, GatedMLP, Linear, Rotation, activation
 from bough.models.config import ModelConfig
-from bough.models.model import Model
+from bough.models.layered import Layer, Layered
 from bough.models.weights import Weights
 from bough.ops import Addend, DeltaLayer, Input, Matrices, Norm
 from bough.state.kinds import Recurrent
@@ -94,26 +94,7 @@ def read_experts(config: ModelConfig, weights: Weights, prefix: str) -> tuple[Ma
     return ops.matrices([one.weight for one in inputs]), ops.matrices([one.weight for one in outputs])
 
 
-class Layer:
-    def __init__(
-        self,
-        mixer_norm: Norm,
-        mixer: Attention | GatedDelta,
-        mlp_norm: Norm,
-        mlp: GatedMLP | SparseMLP,
-    ) -> None:
-        self.mixer_norm, self.mixer, self.mlp_norm, self.mlp = mixer_norm, mixer, mlp_norm, mlp
-
-    def __call__(
-        self, x: Tensor, y: Addend | None, step: Step, rotation: Rotation, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Addend]:
-        """The stream, and what is yet to be added to it: on the way in and out, since the next norm adds it."""
-        x, normed = self.mixer_norm.after(x, y)
-        x, normed = self.mlp_norm.after(*narrowed(x, self.mixer(normed, step, rotation), wanted))
-        return x, self.mlp(normed)
-
-
-class Qwen3Next(Model):
+class Qwen3Next(Layered):
     kept = r"mtp\."
     defaults: Mapping[str, Any] = {  # what a config may leave out has these values
         "hidden_act": "silu",
@@ -129,17 +110,8 @@ class Qwen3Next(Model):
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
-        self.layers = [self._layer(weights, index, each) for index, each in enumerate(layer_types(config))]
-        self.norm = self.read_norm(weights, "model.norm", self.hidden_size)
-        self.rope = Rope(config.head_size, config.rope(), self.context, weights)
-        self.kinds = [layer.mixer.kind for layer in self.layers]
-
-    def __call__(self, step: Step) -> Tensor:
-        x, rotation = self.embed(step.tokens), self.rope(step.positions)
-        y = None
-        for layer, wanted in narrowing(self.layers, step):
-            x, y = layer(x, y, step, rotation, wanted)
-        return self.norm.whole(x, y)[1]
+        layers = [self._layer(weights, index, each) for index, each in enumerate(layer_types(config))]
+        self._stack(layers, self.read_norm(weights, "model.norm", self.hidden_size), weights)
 
     def read_norm(self, weights: Weights, name: str, size: int) -> Norm:
         weight = weights.tensor(f"{name}.weight", (size,))  # which is zero where nothing is scaled
