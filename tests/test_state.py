@@ -320,7 +320,7 @@ def test_forks_get_their_slots_whatever_pages_take():
             pool.stores[0].release(np.concatenate([hoard.pop(), hoard.pop()]))
         feed(model, (fork, (i,)))
         check(model, fork, (*text(3), i))
-    assert used(pool)[2] == 5 and first.owns_slot
+    assert used(pool)[2] == 5 and pool.slot_refs(first.slot) == 1
 
 
 @pytest.mark.parametrize(

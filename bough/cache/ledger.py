@@ -20,6 +20,7 @@ class Grave:
     tier: Tier  # the last that had it
     when: float
     start: int  # what is before it is in its key
+    last: int  # the symbol just before it
     edge: Symbols
 
 
@@ -38,7 +39,7 @@ class Ledger:
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter()
         self._graves: OrderedDict[bytes, Grave] = OrderedDict()
-        self._starts: Counter[int] = Counter()
+        self._starts: Counter[tuple[int, int]] = Counter()  # of graves, and the symbols just before them
 
     def count(self, name: str, by: int = 1) -> None:
         self.counters[name] += by
@@ -49,16 +50,21 @@ class Ledger:
         known = node.start + 1 if what == "node" else node.end
         key = PathDigest(node.root().salt, tokens[:known]).digest() + what.encode()
         if old := self._graves.pop(key, None):
-            self._starts[old.start] -= 1
-        self._graves[key] = Grave(what, tier, now, known, tokens[known : known + EDGE].copy())
-        self._starts[known] += 1
+            self._forget(old)
+        grave = Grave(what, tier, now, known, int(tokens[known - 1]), tokens[known : known + EDGE].copy())
+        self._graves[key] = grave
+        self._starts[grave.start, grave.last] += 1
         while len(self._graves) > REMEMBERED:
-            _, oldest = self._graves.popitem(last=False)
-            self._starts[oldest.start] -= 1
+            self._forget(self._graves.popitem(last=False)[1])
+
+    def _forget(self, grave: Grave) -> None:
+        self._starts[grave.start, grave.last] -= 1
+        if not self._starts[grave.start, grave.last]:
+            del self._starts[grave.start, grave.last]
 
     def find(self, salt: bytes, tokens: Symbols, after: int, what: str) -> Trace | None:
         """The longest prefix of the tokens, above this length, whose eviction is remembered."""
-        starts = sorted(at for at, count in self._starts.items() if count and after < at <= len(tokens))
+        starts = sorted(at for at, last in self._starts if after < at <= len(tokens) and tokens[at - 1] == last)
         path, at, found = PathDigest(salt), 0, None
         for start in starts:
             path.extend(tokens[at:start])

@@ -67,7 +67,7 @@ class PrefixCache:
 
     # Finding.
 
-    def acquire(self, tokens: Sequence[int], salt: str | None = None, *, everywhere: bool = True) -> Match:
+    def acquire(self, tokens: Sequence[int] | Symbols, salt: str | None = None, *, everywhere: bool = True) -> Match:
         """What is known of a prompt, everywhere or on the device. At least its last token is left to compute."""
         match = Match(salt_key(salt), as_symbols(tokens))
         if not self.enabled:
@@ -142,6 +142,8 @@ class PrefixCache:
 
     def is_here(self, match: Match) -> bool:
         """Whether all that it takes is on the device by now. What could not be read is not, nor what waited for it."""
+        if not match.loads:
+            return True  # it was when it was found
         walk = self.tree.match(match.salt, match.tokens)
         return match.ready and self.resume(walk, match.resumable, everywhere=False)[0] == match.resumable
 
@@ -153,19 +155,14 @@ class PrefixCache:
 
     def restore(self, match: Match, state: State) -> None:
         """Put a fresh state where the match can be resumed, and release it."""
-        assert self.is_here(match)
         if match.resumable:
-            path = self._path(match.salt, match.tokens)
-            known = min(self.tree.match(match.salt, match.tokens).matched, path[-1].end)
-            state.restore(path, match.resumable, known)
-            if self.has_points:  # a window may be there where no point was: it is soon gone, unless there is one now
+            walk = self.tree.match(match.salt, match.tokens)
+            path = _on_device(walk)
+            state.restore(path, match.resumable, min(walk.matched, path[-1].end))
+            if self.has_points and not any(each.end == match.resumable and each.resumes for each in path):
+                # A window may be there where no point was: it is soon gone, unless there is one now.
                 self._keep(state, match.salt, match.tokens[: match.resumable])
         self.release(match)
-
-    def _path(self, salt: bytes, symbols: Symbols) -> list[Snapshot]:
-        """What the device has of a path, from its beginning on."""
-        copies = (node.copies[Tier.DEVICE] for node in self.tree.match(salt, symbols).nodes)
-        return [each for each in takewhile(lambda copy: copy is not None, copies) if isinstance(each, Snapshot)]
 
     def points(self, match: Match, boundaries: Sequence[int], marks: Sequence[int] = ()) -> list[int]:
         """The lengths at which the prefill of a prompt shall leave resume points."""
@@ -197,7 +194,7 @@ class PrefixCache:
         for at in marks:
             state.forget(at)
         if not ended and end:
-            state.adopt(self._path(key, symbols))  # two that computed the same keep it once
+            state.adopt(_on_device(self.tree.match(key, symbols)))  # two that computed the same keep it once
 
     def _keep(self, state: State, salt: bytes, symbols: Symbols) -> None:
         node = self.tree.grow(salt, symbols, self.clock())
@@ -214,9 +211,9 @@ class PrefixCache:
         key = salt_key(salt)
         return self.index.used(self.tree.match(key, prompt).nodes, self.clock(), prompt, salt=key, resumed=resumed)
 
-    def finished(self, use: Use, tokens: Sequence[int], written: int, salt: str | None) -> None:
+    def finished(self, use: Use, tokens: Symbols, written: int, salt: str | None) -> None:
         """The reply to it has so many tokens; all of its text is this."""
-        path = self.tree.match(salt_key(salt), as_symbols(tokens)).nodes
+        path = self.tree.match(salt_key(salt), tokens).nodes
         self.index.finished(use, written, path, self.clock())
 
     # Room.
@@ -231,9 +228,10 @@ class PrefixCache:
 
     def make_points_room(self, count: int) -> None:
         """Evict what is worth least for so many resume points, as far as that goes."""
-        if self.pool.slot_store is not None and self.enabled:
+        if count and self.pool.slot_store is not None and self.enabled:
             needs = [0] * len(self.pool.stores)
-            for wanted in range(1, count + 1):
+            needs[self.pool.slot_store] = count
+            for wanted in (count,) if self.pool.fits(needs, spare=True) else range(1, count + 1):
                 needs[self.pool.slot_store] = wanted
                 if not self.tiers.make_room(needs, spare=True):
                     return
@@ -264,6 +262,12 @@ class PrefixCache:
     def check(self) -> None:
         self.pool.check()
         self.tiers.check()
+
+
+def _on_device(walk: Walk) -> list[Snapshot]:
+    """What the device has of a path, from its beginning on."""
+    copies = (node.copies[Tier.DEVICE] for node in walk.nodes)
+    return [each for each in takewhile(lambda copy: copy is not None, copies) if isinstance(each, Snapshot)]
 
 
 def _resumes(copy: object) -> bool:

@@ -124,7 +124,7 @@ class Drafting:
         """
         assert self.drafter is not None and self.cache is not None
         state, lag = State(self.cache.pool), self.drafter.lag
-        known = sequence.tokens[lag : lag + resumed + 1] if lag else sequence.tokens
+        known = sequence.symbols[lag : lag + resumed + 1] if lag else sequence.symbols
         match = self.cache.acquire(known, sequence.salt)
         side.cuts = self.cache.points(match, sequence.request.boundaries, sequence.request.marks)
         last = self.runner.last_row(sequence.state) if lag and resumed else None
@@ -150,9 +150,7 @@ class Drafting:
 
     def _keep(self, sequence: Running, side: Side, *, ended: bool) -> None:
         if side.state is not None and side.whole and self.cache is not None and self.drafter is not None:
-            reading = not ended and sequence.computed <= len(sequence.request.prompt)
-            read = sequence.symbols if reading else sequence.tokens
-            self.cache.admit(side.state, read[self.drafter.lag :], sequence.salt, ended=ended)
+            self.cache.admit(side.state, sequence.symbols[self.drafter.lag :], sequence.salt, ended=ended)
 
     # A round.
 

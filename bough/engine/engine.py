@@ -21,7 +21,7 @@ from bough.engine.load import Loaded, load
 from bough.engine.loop import Loop
 from bough.engine.measure import Fit, reserve
 from bough.engine.memory import pools
-from bough.engine.request import Handle, Output, Piece, Request
+from bough.engine.request import Handle, Output, Piece, Request, TokenIds
 from bough.engine.runner import Runner
 from bough.engine.sampler import TokenCounts, resolve_seed
 from bough.engine.sequence import Sequence as Running
@@ -216,15 +216,13 @@ class Engine:
     ) -> None:
         self.close()
 
-    def tokens(self, prompt: object) -> tuple[int, ...]:
+    def tokens(self, prompt: object) -> TokenIds:
         """The prompt as token ids, known to be ones the model can read and the memory can hold."""
         listed = _listed(prompt)
-        tokens = tuple(self.tokenize(listed)) if isinstance(listed, str) else tuple(map(_token, listed))
+        tokens = TokenIds(self.tokenize(listed)) if isinstance(listed, str) else _ids(listed)
         if not tokens:
             raise EmptyPrompt("the prompt is empty; give at least one token")
-        wrong = next((token for token in tokens if not 0 <= token < self.model.vocab_size), None)
-        if wrong is not None:
-            raise TokenOutOfRange(f"token {wrong} is not in the vocabulary of {self.model.vocab_size} tokens")
+        self._expect_known(tokens)
         if len(tokens) > self.context:
             raise PromptTooLong(
                 f"the prompt has {len(tokens)} tokens, the context {self.context}; shorten it"
@@ -236,6 +234,15 @@ class Engine:
                 " shorten it or give the cache more memory (CacheConfig.device_bytes)"
             )
         return tokens
+
+    def _expect_known(self, tokens: TokenIds) -> None:
+        try:
+            known = tokens.symbols.min() >= 0 and tokens.symbols.max() < self.model.vocab_size
+        except OverflowError:
+            known = False
+        if not known:
+            wrong = next(token for token in tokens if not 0 <= token < self.model.vocab_size)
+            raise TokenOutOfRange(f"token {wrong} is not in the vocabulary of {self.model.vocab_size} tokens")
 
     def _request(self, prompt: object, params: SamplingParams | None) -> Request:
         params = self.defaults if params is None else params
@@ -274,6 +281,13 @@ def _listed(prompt: object) -> str | Sequence[object]:
 def _is_prompt(value: object) -> bool:
     """Whether this is one of several prompts, rather than a token: arrays of no dimension are tokens."""
     return isinstance(value.tolist() if hasattr(value, "tolist") else value, Sequence)
+
+
+def _ids(values: Sequence[Any]) -> TokenIds:
+    if isinstance(values, TokenIds):
+        return values
+    plain = list(map(type, values)).count(int) == len(values)  # as nearly always: then no call for each of them
+    return TokenIds(values if plain else map(_token, values))
 
 
 def _token(value: Any) -> int:

@@ -32,6 +32,7 @@ from bough.state.transaction import Transaction, commit
 
 Result = TypeVar("Result")
 BESIDE_WRITERS = 2048  # tokens of a step that others wait for
+HANDOVER = 1e-4  # seconds in which whoever waits for a first token gets the interpreter, before we tidy up
 PACE = 0.02  # seconds between looks at a disk that is being written to, when there is nothing else to do
 
 
@@ -178,9 +179,7 @@ class Loop:
             return
         began, sequences = time.perf_counter(), [sequence for sequence, _ in rows]
         choosing = [s for s, count in rows if count == s.pending and s.wants_token]
-        writing = [
-            s for s in choosing if s.pending == 1 and _state(s).known == s.computed and len(s.tokens) not in s.cuts
-        ]
+        writing = [s for s in choosing if s.is_writing]
         if len(writing) == len(rows) and self._can_fly(writing):
             self._fence()
             self._flight = launch(self.runner, writing)
@@ -191,6 +190,8 @@ class Loop:
         ended = {s: "length" for s in sequences if not s.pending and not s.wants_token}
         accepted = self._choose(choosing, logits, drafts, opened, ended)
         seconds, start = time.perf_counter() - began, 0
+        if any(sequence.use is None for sequence in choosing):
+            time.sleep(HANDOVER)
         for (s, count), known in zip(rows, before, strict=True):
             if not s.handle.done:
                 self._read(s, known, None if hidden is None else hidden[start : start + s.computed - known])
@@ -270,16 +271,15 @@ class Loop:
 
     def _read(self, sequence: Sequence, before: int, hidden: Tensor | None) -> None:
         """A sequence has read tokens: others are told that they could go on from there."""
-        prompt = len(sequence.request.prompt)
-        if before < prompt:
-            tokens = sequence.symbols if sequence.computed <= prompt else sequence.tokens
-            self.cache.admit(_state(sequence), tokens, sequence.salt, ended=False)
-            sequence.handle.prefilled = min(sequence.computed, prompt)
+        prompt = sequence.request.prompt
+        if before < len(prompt):
+            self.cache.admit(_state(sequence), sequence.symbols, sequence.salt, ended=False)
+            sequence.handle.prefilled = min(sequence.computed, len(prompt))
             if sequence.request.score:
                 assert hidden is not None
                 sequence.scores += self.runner.scores(hidden, sequence.tokens[before + 1 : sequence.computed + 1])
-            if sequence.use is None and sequence.computed >= prompt:
-                sequence.use = self.cache.used(sequence.symbols, sequence.salt, sequence.usage.cached_tokens)
+            if sequence.use is None and sequence.computed >= len(prompt):
+                sequence.use = self.cache.used(prompt.symbols, sequence.salt, sequence.usage.cached_tokens)
         self.drafting.grew(sequence, sequence.computed - before, hidden)
 
     def _choose(
@@ -352,7 +352,7 @@ class Loop:
         newest = self._running.pop()
         if self._running:
             self.drafting.end(newest)
-            self.cache.admit(_state(newest), newest.tokens, newest.salt, ended=True)
+            self.cache.admit(_state(newest), newest.symbols, newest.salt, ended=True)
             newest.release()
             newest.scores = []
             self._waiting.put_back(newest)
@@ -365,9 +365,9 @@ class Loop:
         if sequence.state is not None:
             self.drafting.end(sequence)
             if sequence.state.condition == "ready":
-                self.cache.admit(sequence.state, sequence.tokens, sequence.salt, ended=True)
+                self.cache.admit(sequence.state, sequence.symbols, sequence.salt, ended=True)
             if sequence.use is not None:
-                self.cache.finished(sequence.use, sequence.tokens, len(sequence.written), sequence.salt)
+                self.cache.finished(sequence.use, sequence.symbols, len(sequence.written), sequence.salt)
         self._forget(sequence)
         sequence.finish(reason)
 

@@ -5,16 +5,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from bough.cache.tree import Symbols, as_symbols
 from bough.config import SamplingParams
 from bough.engine.sampler import Logprobs
+
+
+class TokenIds(tuple[int, ...]):
+    """The tokens of a prompt. There may be very many, so they are made an array only once."""
+
+    @cached_property
+    def symbols(self) -> Symbols:
+        """The same, as the cache compares them."""
+        return as_symbols(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """A prompt as tokens, and how to go on from it."""
 
-    prompt: tuple[int, ...]
+    prompt: TokenIds
     params: SamplingParams
     seed: int
     score: bool = False  # report the logprob of each prompt token, and write nothing

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,8 +17,8 @@ from bough.models.model import Model
 from bough.state.graphs import Graphs, settle
 from bough.state.live import State
 from bough.state.pool import Pool
-from bough.state.reservation import Cuts, forward
-from bough.state.step import Ends, Step
+from bough.state.reservation import Batch, Cuts, forward
+from bough.state.step import Ends, Step, sent
 
 SCORE_ROWS = 256  # logits of so many rows at a time when a whole prompt is scored
 
@@ -33,7 +34,7 @@ class Runner:
     @torch.inference_mode()
     def forward(
         self,
-        batch: Sequence[tuple[State, Sequence[int]]],
+        batch: Batch,
         wanted: Sequence[int],
         cuts: Cuts | None = None,
         drafts: Mapping[int, Draft] | None = None,
@@ -47,17 +48,14 @@ class Runner:
         Rows with drafts are fed these after their own tokens; where tokens are `given` on the device, all are fed
         those. The logits hold until it is called again.
         """
-        drafts = drafts or {}
-        padded = [(state, [*tokens, *_on_host(drafts.get(row, ()))]) for row, (state, tokens) in enumerate(batch)]
-        with forward(self.pool, padded, cuts=cuts, settled=False) as step:
-            ends = list(accumulate(step.rows.counts))
-            if given is not None:
-                step = replace(step, given=given)
-            elif any(isinstance(draft, Tensor) for draft in drafts.values()):
-                step = replace(step, given=_with_drafts(step.tokens, ends, drafts))
+        made = {row: draft for row, draft in (drafts or {}).items() if isinstance(draft, Tensor)}
+        fed = _with_drafts(batch, drafts, made) if drafts else batch
+        with forward(self.pool, fed, cuts=cuts, given=given, settled=False) as step:
+            if made and given is None:
+                step = replace(step, given=_with_made(step.tokens, list(accumulate(step.rows.counts)), made))
             if tuple(wanted) == step.rows.counts and step.rows.are_short:
                 all_rows, logits = self.graphs(step)
-                return all_rows if hidden else None, logits
+                return all_rows.clone() if hidden else None, logits
             settle(step)
             last = Ends.of(step.rows, wanted, self.pool.device)
             if not hidden and self.last_layer is None:
@@ -103,14 +101,13 @@ class Runner:
         self.model.logits(hidden[ends.to(hidden.device)])
 
 
-def _on_host(draft: Draft) -> Sequence[int]:
-    """The draft, or as many tokens in its place if it is on a device."""
-    return [0] * len(draft) if isinstance(draft, Tensor) else draft
+def _with_drafts(batch: Batch, drafts: Mapping[int, Draft], made: Mapping[int, Tensor]) -> Batch:
+    """The rows with their drafts after their own tokens, or as many tokens in their place if these are on a device."""
+    drafts = {**drafts, **{row: [0] * len(draft) for row, draft in made.items()}}
+    return [(state, [*tokens, *drafts.get(row, ())]) for row, (state, tokens) in enumerate(batch)]
 
 
-def _with_drafts(tokens: Tensor, ends: Sequence[int], drafts: Mapping[int, Draft]) -> Tensor:
+def _with_made(tokens: Tensor, ends: Sequence[int], made: Mapping[int, Tensor]) -> Tensor:
     """The tokens of a step with the drafts on its device in their places: nobody waits for it."""
-    made = {row: draft for row, draft in drafts.items() if isinstance(draft, Tensor)}
     places = [at for row, draft in made.items() for at in range(ends[row] - len(draft), ends[row])]
-    where = torch.tensor(places).to(tokens.device, non_blocking=True)
-    return tokens.index_copy(0, where, torch.cat(list(made.values())).to(tokens))
+    return tokens.index_copy(0, sent(np.array(places), tokens.device), torch.cat(list(made.values())).to(tokens))

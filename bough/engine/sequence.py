@@ -1,8 +1,8 @@
 """Sequence: a running request, its tokens, its State, and the text made of them."""
 
 from collections.abc import Sequence as Tokens
-from functools import cached_property
 
+import numpy as np
 from torch import Tensor
 
 from bough.cache.prefix_cache import Match
@@ -68,13 +68,19 @@ class Sequence:
         return len(self.tokens) < self.limit
 
     @property
+    def is_writing(self) -> bool:
+        """Whether it feeds a single token next, after all that is known of it, and leaves no resume point there."""
+        known = self.state.known if self.state else 0
+        return self.pending == 1 and known == self.computed and len(self.tokens) not in self.cuts
+
+    @property
     def written(self) -> list[int]:
         return self.tokens[len(self.request.prompt) :]
 
-    @cached_property
+    @property
     def symbols(self) -> Symbols:
-        """The prompt, as the cache compares it."""
-        return as_symbols(self.request.prompt)
+        """All its tokens, as the cache compares them."""
+        return np.concatenate([self.request.prompt.symbols, as_symbols(self.written)])
 
     @property
     def salt(self) -> str | None:

@@ -87,7 +87,7 @@ class Waiting:
             return list(self._queue)
         preempted = [each for each in self._queue if each in self._preempted]
         others = [each for each in self._queue if each not in self._preempted]
-        return preempted + order(others, lambda each: len(each.tokens) - self.cache.peek(each.symbols, each.salt))
+        return preempted + order(others, lambda each: len(each.tokens) - self._resumable(each))
 
     def _is_resumable(self, sequence: Sequence, running: list[Sequence]) -> bool:
         """Give a waiting sequence the state that it goes on from, if that is there by now."""
@@ -98,7 +98,7 @@ class Waiting:
             if self._follows(sequence, running):
                 return False
             everywhere = sequence.tries < MOST_TRIES
-            sequence.match = self.cache.acquire(sequence.tokens, sequence.salt, everywhere=everywhere)
+            sequence.match = self.cache.acquire(sequence.symbols, sequence.salt, everywhere=everywhere)
             sequence.tries += 1
         match = sequence.match
         if not match.ready:
@@ -117,6 +117,9 @@ class Waiting:
             self.cache.count(match)
         return True
 
+    def _resumable(self, sequence: Sequence) -> int:
+        return self.cache.peek(sequence.request.prompt.symbols, sequence.salt)
+
     def _follows(self, sequence: Sequence, running: list[Sequence]) -> bool:
         """Whether to wait for a running prefill of the same beginning, which then leaves a resume point there."""
         if not self.cache.enabled:
@@ -127,11 +130,10 @@ class Waiting:
                 return True
             sequence.leader = None
             return False  # it went as far as it would
-        tokens, resumable = sequence.symbols, self.cache.peek(sequence.symbols, sequence.salt)
-        for other in running:
-            if other.pending <= 1 or other.salt != sequence.salt:
-                continue
-            at = min(common(tokens, other.symbols), len(tokens) - 1)
+        others = [other for other in running if other.pending > 1 and other.salt == sequence.salt]
+        tokens, resumable = sequence.request.prompt.symbols, self._resumable(sequence) if others else 0
+        for other in others:
+            at = min(common(tokens, other.request.prompt.symbols), len(tokens) - 1)
             gain = at - resumable
             if other.computed < at and gain > 0 and gain >= min(WORTH_WAITING, (len(tokens) - resumable) // 2):
                 other.cuts.add(at)

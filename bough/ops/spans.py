@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import ceil, sqrt
 
 import numpy as np
 import torch
@@ -29,16 +30,18 @@ class Division:
 def divided(counts: Sequence[int], history: Sequence[int], window: int | None, programs: int) -> Division:
     """Spans for rows of 1 to FEW new tokens, about as many as there shall be programs; others get none.
 
-    The keys of a row, SPAN by SPAN, are shared out among its spans evenly.
+    The keys of a row, SPAN by SPAN, are shared out among its spans evenly. Spans are about as long in all rows, since
+    it takes until the longest row is done: where to read one of its spans takes as long as to join them, at the least.
     """
-    count, before = np.asarray(counts, np.int64), np.asarray(history, np.int64)
-    low = 0 if window is None else np.maximum(0, before - window + 1) // SPAN * SPAN
-    keys = np.where((count > 0) & (count <= FEW), before + count - low, 0)
-    joins = JOIN * (1 if joined_apart(len(count)) else count)
-    least = np.maximum(-(-keys.sum() // programs), np.sqrt(joins * keys))  # to read takes as long as to join
-    size = np.maximum(np.ceil(least / SPAN).astype(np.int64), 1) * SPAN
-    used = np.maximum(np.ceil(keys / size - REST).astype(np.int64), keys > 0)
-    return Division(used, np.repeat(np.arange(len(used)), used))
+    few = [count if count <= FEW else 0 for count in counts]
+    keys = [before + count if count else 0 for before, count in zip(history, few, strict=True)]
+    if window is not None:
+        keys = [n and n - max(0, h - window + 1) // SPAN * SPAN for n, h in zip(keys, history, strict=True)]
+    joins = JOIN * (1 if joined_apart(len(few)) else max(few))
+    least = max(1, sum(keys) / programs, sqrt(joins * max(keys, default=0)))
+    size = ceil(least / SPAN) * SPAN
+    used = np.array([ceil(n / size - REST) or 1 if n else 0 for n in keys], np.int64)
+    return Division(used, np.arange(len(used)).repeat(used))
 
 
 def joined_apart(rows: int) -> bool:

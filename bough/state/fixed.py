@@ -6,6 +6,7 @@ sends what is used of it.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from bough.state.kinds import PageKind
 from bough.state.pool import Pool
 from bough.state.recordings import Recordings
 from bough.state.step import HostNumbers, PageTable, Step
+
+Values = Sequence[int] | NDArray[np.int64]
 
 NONE = -1
 PER_ROW = ("start", "tokens", "history", "read", "write", "owed start", "owed tokens")
@@ -32,9 +35,10 @@ class Fixed:
         self._windows = {unit: _window(pool, unit) for unit in pool.page_stores}
         self._programs = {unit: programs(pool.device, _kv_heads(pool, unit)) for unit in pool.page_stores}
         self._at: dict[str, slice] = {}
+        self._end = 0
         for name, size in self._sizes():
-            end = self._end
-            self._at[name] = slice(end, end + size)
+            self._at[name] = slice(self._end, self._end + size)
+            self._end += -(-size // 4) * 4  # 16 bytes
         pages = len(pool.page_stores) * rows * (-(-(context + FEW) // pool.layout.page_tokens) + 1)  # drafts go past it
         self._blank = self._without_rows()
         self._numbers = torch.zeros(self._end + pages, dtype=torch.int32, device=pool.device)
@@ -43,16 +47,13 @@ class Fixed:
         self.short = ShortRows(*(self._view(name) for name in ("start", "tokens", "read", "write")))
         self.owed = Owed(*(self._view(name) for name in ("turn", "owed start", "owed tokens")))
 
-    @property
-    def _end(self) -> int:
-        return -(-max((each.stop for each in self._at.values()), default=0) // 4) * 4  # 16 bytes
-
     def _sizes(self) -> Iterable[tuple[str, int]]:
         yield from ((name, self.rows) for name in PER_ROW)
+        for unit in self.pool.page_stores:
+            yield from ((f"{name} {unit}", self.rows) for name in ("offset", "first", "used"))
         yield from ((name, self.rows * self.each) for name in PER_TOKEN)
         yield "turn", 1
         for unit in self.pool.page_stores:
-            yield from ((f"{name} {unit}", self.rows) for name in ("offset", "first", "used"))
             yield f"page {unit}", self.rows * self.each
             yield f"row {unit}", most_spans(self.rows, self._programs[unit])
 
@@ -89,48 +90,48 @@ class Fixed:
         """
         assert isinstance(step.numbers, HostNumbers)
         numbers, rows = step.numbers, step.rows
-        pages, offsets = _joined([numbers.pages(unit) for unit in self.pool.page_stores])
-        sent = torch.empty(self._end + len(pages), dtype=torch.int32, pin_memory=self.pool.device.type == "cuda")
+        tables = [numbers.pages(unit) for unit in self.pool.page_stores]
+        size = self._end + sum([len(pages) for pages, _ in tables])
+        sent = torch.empty(size, dtype=torch.int32, pin_memory=self.pool.device.type == "cuda")
         packed = sent.numpy()
         packed[: self._end] = self._blank
-        packed[self._end :] = pages
 
-        def put(name: str, values: object) -> None:
+        def put(name: str, values: Values) -> None:
             start = self._at[name].start
-            values = np.asarray(values)
             packed[start : start + len(values)] = values
 
-        counts = np.array(rows.counts)
-        put("start", np.cumsum(counts) - counts)
-        put("tokens", counts)
-        put("history", rows.history)
-        if self.pool.slot_store is not None:
-            recorded = step.recorded or (False,) * len(counts)
-            put("read", [slot if h else NONE for slot, h in zip(step.read, rows.history, strict=True)])
-            put("write", [NONE if each else slot for slot, each in zip(step.write, recorded, strict=True)])
-            put("turn", [turn])
-            put("owed start", [start for start, _ in owed])
-            put("owed tokens", [count for _, count in owed])
         put("token", numbers.fed)
         put("position", numbers.places)
         put("place", numbers.places % self.pool.layout.page_tokens)
-        for unit, offset in zip(self.pool.page_stores, offsets, strict=True):
+        put("turn", [turn])
+        by_row, end = self._by_row(step, numbers, owed), self._end
+        for unit, (pages, offset) in zip(self.pool.page_stores, tables, strict=True):
             parts = divided(rows.counts, rows.history, self._windows[unit], self._programs[unit])
-            put(f"offset {unit}", offset)
-            put(f"first {unit}", np.cumsum(parts.used) - parts.used)
-            put(f"used {unit}", parts.used)
+            used = parts.used.tolist()
+            by_row += [[at + end - self._end for at in offset], [0, *accumulate(used[:-1])], used]
             put(f"page {unit}", numbers.written(unit))
             put(f"row {unit}", parts.row)
+            packed[end : end + len(pages)] = pages
+            end += len(pages)
+        columns = packed[: self._at["token"].start].reshape(len(by_row), -1)
+        columns[:, : len(rows.counts)] = by_row
         self._numbers[: len(packed)].copy_(sent, non_blocking=True)
         if step.given is not None:
             self.tokens[: rows.total].copy_(step.given)
 
-
-def _joined(tables: list[tuple[NDArray[np.int64], list[int]]]) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
-    """The pages of all groups in one table, and the offsets in it."""
-    ends = np.cumsum([0, *(len(pages) for pages, _ in tables)])
-    offsets = [np.array(offset, np.int64) + end for (_, offset), end in zip(tables, ends, strict=False)]
-    return np.concatenate([pages for pages, _ in tables]) if tables else np.empty(0, np.int64), offsets
+    def _by_row(self, step: Step, numbers: HostNumbers, owed: Sequence[tuple[int, int]]) -> list[Sequence[int]]:
+        """What there is of PER_ROW, in that order."""
+        counts, history = step.rows.counts, step.rows.history
+        none, nothing = (NONE,) * len(counts), (0,) * len(counts)
+        return [
+            numbers.start.tolist(),
+            counts,
+            history,
+            [slot if before else NONE for slot, before in zip(step.read or none, history, strict=True)],
+            [NONE if kept else slot for slot, kept in zip(step.write or none, step.recorded or nothing, strict=True)],
+            [start for start, _ in owed] or nothing,
+            [count for _, count in owed] or nothing,
+        ]
 
 
 def _window(pool: Pool, unit: int) -> int | None:

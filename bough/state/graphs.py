@@ -59,7 +59,7 @@ def settle(step: Step) -> None:
 class Graphs:
     """What one forward computes: steps of short rows by graphs, others plainly.
 
-    Logits hold until the next call, and so does what a plain step recorded.
+    What it gives holds until the next call, and so does what a plain step recorded.
     """
 
     def __init__(self, pool: Pool, compute: Compute, context: int) -> None:
@@ -78,14 +78,15 @@ class Graphs:
         if captured.rows is not None and rows is not None:
             captured.rows[:total].copy_(rows)
         captured.replay(step)
-        return captured.hidden[:total].clone(), captured.logits[:total]
+        return captured.hidden[:total], captured.logits[:total]
 
     def _takes(self, step: Step) -> bool:
         counts = step.rows.counts
         return (
             self._memory is not None
             and 0 < len(counts) <= MOST
-            and all(0 < count <= FEW for count in counts)
+            and min(counts) > 0
+            and step.rows.are_short
             and not any(step.rows.cuts)
             and step.masks is None
         )

@@ -64,11 +64,6 @@ class State:
         """The slot that was set aside for its commit."""
         return None if self.transaction is None else self.transaction.target
 
-    @property
-    def owns_slot(self) -> bool:
-        """Whether it has a slot that it can write: one set aside, or its own alone."""
-        return self.target is not None or (self.slot is not None and self.pool.slot_refs(self.slot) == 1)
-
     def own_copy(self, slot: int) -> None:
         """Go on with this slot, made a copy of the one that it shared until now."""
         self.settle()

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bough.errors import PoolFull
 from bough.state.capacity import slabs
@@ -104,7 +105,7 @@ class Pool:
 
         Slots are for states, and there whatever pages and snapshots take; or, if `spare`, for whoever can do without.
         """
-        needed = self.slabs_for(counts, spare=spare)
+        needed = self.slabs_for(counts, spare=spare) if self._takes_slabs(counts) else 0
         if needed > len(self._free_slabs):
             wanted = ", ".join(f"{n} {s.unit.name}" for n, s in zip(counts, self.stores, strict=True) if n)
             raise PoolFull(
@@ -113,6 +114,13 @@ class Pool:
                 list(counts),
             )
         return [store.take(count) for store, count in zip(self.stores, counts, strict=True)]
+
+    def _takes_slabs(self, counts: Sequence[int]) -> bool:
+        """Whether what is kept back for running sequences may change."""
+        return any(
+            count and (not store.unit.is_page or store.slabs_for(count))
+            for store, count in zip(self.stores, counts, strict=True)
+        )
 
     def slabs_for(self, counts: Sequence[int], *, spare: bool = False) -> int:
         """How many free slabs it takes to lend these, and to keep back what running sequences may still ask for."""
@@ -151,9 +159,9 @@ class Pool:
 
         Of the states that share a slot among themselves alone the last one to move on keeps it.
         """
-        sharers = Counter(state.slot for state in self.states if state.slot is not None)
-        kept = sum(self.slot_refs(slot) == count for slot, count in sharers.items())
-        return self.max_running - kept - sum(state.target is not None for state in self.states)
+        sharers = Counter([state.slot for state in self.states if state.slot is not None])
+        kept = int((self.refs_of(list(sharers)) == list(sharers.values())).sum())
+        return self.max_running - kept - sum([state.target is not None for state in self.states])
 
     def can_keep_slot(self, slot: int) -> bool:
         """Whether one more may refer to the slot for good: nobody needs it for himself, or there is one to spare."""
@@ -182,8 +190,12 @@ class Pool:
         return [(self.slot_store, np.array([slot], np.int64))]
 
     def slot_refs(self, slot: int) -> int:
+        return int(self.refs_of([slot])[0])
+
+    def refs_of(self, slots: Sequence[int]) -> NDArray[np.int32]:
+        """How many refer to each of these slots."""
         assert self.slot_store is not None
-        return int(self.stores[self.slot_store].refs[slot])
+        return self.stores[self.slot_store].refs[np.array(slots, np.int64)]
 
     def share(self, references: Iterable[tuple[int, Ids]]) -> None:
         for index, ids in references:
@@ -207,16 +219,17 @@ class Pool:
 
     def trim(self, index: int, run: Run, length: int) -> Run:
         """The pages of a run that a state of this length needs; the others are given back."""
-        store = self.stores[index]
-        _, last = self.layout.pages(0, length)
-        kept = run.part(store.unit.earliest(length) // self.layout.page_tokens, last)
-        if len(kept.ids) < len(run.ids):
+        store, size = self.stores[index], self.layout.page_tokens
+        first, end = store.unit.earliest(length) // size, -(-length // size)
+        if first > run.first or end - run.first < len(run.ids):
+            kept = run.part(first, end)
             store.release(run.ids[: kept.first - run.first])
             store.release(run.ids[kept.end - run.first :])
-        inside = length % self.layout.page_tokens
-        if inside and store.refs[kept.ids[-1]] == 1:
-            store.fill[kept.ids[-1]] = inside  # nobody else knows what came after
-        return kept
+            run = kept
+        inside = length % size
+        if inside and store.refs[tail := run.ids[-1]] == 1:
+            store.fill[tail] = inside  # nobody else knows what came after
+        return run
 
     @property
     def free_slabs(self) -> int:

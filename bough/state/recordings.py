@@ -36,6 +36,11 @@ class Recordings:
         return {key: Recording() for key in _fields(self.pool)}
 
     @property
+    def kept(self) -> "Recordings":
+        """Where the inputs are kept."""
+        return self.lasting or self
+
+    @property
     def nbytes(self) -> int:
         return sum(recording.nbytes for recording in self.parts.values())
 
@@ -112,7 +117,8 @@ class Turns:
     def owed(self, states: Sequence["State"]) -> list[tuple[int, int]]:
         """What each state owes to the half that was written last, for the next forward to do. All else is settled."""
         before, now = self.halves[self.turn], self.halves[1 - self.turn]
-        now.settle()  # whoever was not in the last forward
+        if now.owing:  # whoever was not in the last forward
+            now.settle()
         for state in states:
             if state.owes is not before:
                 state.settle()

@@ -12,9 +12,11 @@ everyone. A state in a transaction gets a slot of its own, which is left alone, 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import chain, compress
 
 import numpy as np
+from torch import Tensor
 
 from bough.errors import StateError
 from bough.ops.attention import Mask
@@ -24,7 +26,7 @@ from bough.state.pool import Pool
 from bough.state.recordings import Recordings
 from bough.state.snapshot import Snapshot
 from bough.state.step import HostNumbers, Step
-from bough.state.store import EMPTY, Ids, Run, Store
+from bough.state.store import EMPTY, Ids, Run
 
 Batch = Sequence[tuple[State, Sequence[int]]]
 Cuts = Sequence[Sequence[int]]  # for each row, the lengths at which it shall be resumable
@@ -36,15 +38,17 @@ def forward(
     batch: Batch,
     masks: tuple[Mask | None, ...] | None = None,
     cuts: Cuts | None = None,
+    given: Tensor | None = None,
     *,
     settled: bool = True,
 ) -> Iterator[Step]:
-    """The step that feeds each state its tokens. States move on when the body ends, and stay when it raises.
+    """The step that feeds each state its tokens, or as many that are `given` on the device. States move on when the
+    body ends, and stay when it raises.
 
     At the lengths in `cuts` a state gets a point, as far as there are slots to spare. A state in a transaction moves on
     when that is committed. States that owe something are settled before, or it is for the body to see to that.
     """
-    tokens = np.array([token for _, tokens in batch for token in tokens], np.int64)
+    tokens = np.fromiter(chain.from_iterable([tokens for _, tokens in batch]), np.int64)
     for name, each in (("masks", masks), ("cuts", cuts)):
         if each is not None and len(each) != len(batch):
             raise ValueError(f"{len(each)} {name} for {len(batch)} rows; give each row its own")
@@ -52,59 +56,76 @@ def forward(
         state.settle()
     reservation = Reservation(pool, batch, cuts)
     try:
-        yield reservation.step(tokens, masks)
+        yield reservation.step(tokens, masks, given)
     except BaseException:
         reservation.abort()
         raise
     reservation.finish()
 
 
-@dataclass(slots=True)
-class _Append:
-    """What one row adds to one page group. The state itself changes only when the reservation finishes."""
+class _Appends:
+    """What the rows add to one page group. The states themselves change only when the reservation finishes."""
 
-    state: State
-    store: Store
-    unit: int
-    old: Run
-    filled: int  # tokens whose entries are there before the step
-    end: int  # the state's length after the step
-    new_pages: int
-    copies_tail: bool
-    old_fill: int = 0  # of a tail that is appended to in place; what abort() puts back
-    run: Run = EMPTY  # the state's pages after the step, those out of reach still included
+    def __init__(self, pool: Pool, unit: int, states: Sequence[State], before: Ids, counts: Ids) -> None:
+        self.unit, self._store, self._states, self._size = unit, pool.stores[unit], states, pool.layout.page_tokens
+        self.runs = [state.runs[unit] for state in states]  # after the step, those out of reach still included
+        ahead = self._store.unit.reach is None
+        self.filled = np.array([state.known for state in states], np.int64) if ahead else before  # before the step
+        added = np.maximum(before + counts - self.filled, 0)  # known tokens add nothing
+        inside = self.filled % self._size * (added > 0)  # of a last page that is not full, where the row goes on
+        self._written = inside + added  # tokens, from the start of the first page that is written
+        self._takes = -(-self._written // self._size) - (inside > 0)  # pages, for each row
+        self._marks = np.minimum(self._written, self._size)
+        self._copies = self._plan_tails(inside)
+        self._old_marks = self._store.fill[self._tails]
+        self._old: dict[int, Run] = {}  # of rows that get pages
+        self.taken = EMPTY.ids
+
+    def _plan_tails(self, inside: Ids) -> set[int]:
+        """Find the pages that are appended to in place, and the rows that copy theirs. The other rows mark scratch."""
+        store, scratch = self._store, self._store.scratch
+        tails = [run.ids[-1] if some else scratch for run, some in zip(self.runs, inside.tolist(), strict=True)]
+        self._tails = np.array(tails, np.int64)
+        copies = set()
+        left: dict[int, int] = {}  # fill marks as the rows before this one will leave them
+        for row in (store.refs[self._tails] > 1).nonzero()[0].tolist():
+            tail = tails[row]
+            if left.get(tail, store.fill[tail]) == inside[row]:
+                left[tail] = self._marks[row]
+            else:
+                copies.add(row)
+                self._takes[row] += 1
+                self._tails[row] = scratch
+        return copies
 
     @property
     def takes(self) -> int:
-        return self.new_pages + self.copies_tail
+        return sum(self._takes.tolist())
 
-    @property
-    def taken(self) -> Ids:
-        return self.run.ids[len(self.run.ids) - self.takes :]
-
-    def apply(self, ids: Ids, page_tokens: int) -> None:
-        """Use the entries taken: copy a shared tail, append the new pages, and set the fill marks."""
-        kept = self.old.ids
-        if self.copies_tail:
-            self.store.copy(kept[-1:], ids[:1])
-            kept = kept[:-1]
-        elif len(kept):
-            self.old_fill = int(self.store.fill[kept[-1]])
-        self.run = Run(self.old.first, np.concatenate([kept, ids])) if len(ids) else self.old
-        written = self.run.ids[self.filled // page_tokens - self.run.first :]
-        self.store.fill[written] = page_tokens
-        self.store.fill[written[-1]] = self.end - (self.run.end - 1) * page_tokens
+    def apply(self, taken: Ids) -> None:
+        """Use the entries taken: copy shared tails, append the new pages, and set the fill marks."""
+        self.taken = taken
+        self._store.fill[self._tails] = self._marks
+        for row in self._takes.nonzero()[0].tolist():
+            old, count = self.runs[row], int(self._takes[row])
+            kept, new, taken = old.ids, taken[:count], taken[count:]
+            if row in self._copies:
+                self._store.copy(kept[-1:], new[:1])
+                kept = kept[:-1]
+            self._old[row], self.runs[row] = old, Run(old.first, np.concatenate([kept, new]))
+            self._store.fill[new] = self._size
+            self._store.fill[new[-1]] = (self._written[row] - 1) % self._size + 1
 
     def finish(self) -> None:
-        """Give the state its new run, what fell out of reach included."""
-        if self.copies_tail:
-            self.store.release(self.old.ids[-1:])
-        self.state.runs[self.unit] = self.run
+        """Give the states their new runs, what fell out of reach included."""
+        for row, old in self._old.items():
+            if row in self._copies:
+                self._store.release(old.ids[-1:])
+            self._states[row].runs[self.unit] = self.runs[row]
 
     def abort(self) -> None:
-        self.store.release(self.taken)
-        if len(self.old.ids) and not self.copies_tail:
-            self.store.fill[self.old.ids[-1]] = self.old_fill
+        self._store.release(self.taken)
+        self._store.fill[self._tails] = self._old_marks
 
 
 class Reservation:
@@ -115,90 +136,69 @@ class Reservation:
         self.states = [state for state, _ in batch]
         if len(set(self.states)) != len(self.states):
             raise StateError("a state is twice in one step; give each sequence a state of its own (fork)")
-        self.rows = Rows(tuple(len(tokens) for _, tokens in batch), tuple(state.length for state in self.states))
+        self.rows = Rows(tuple([len(tokens) for _, tokens in batch]), tuple([state.length for state in self.states]))
         self._expect_usable(cuts)
-        self._appends = self._plan()
+        before, counts = np.array(self.rows.history, np.int64), np.array(self.rows.counts, np.int64)
+        self._appends = [_Appends(pool, unit, self.states, before, counts) for unit in pool.page_stores]
         movers, copiers = self._plan_slots()
         needs = [0] * len(pool.stores)
         for append in self._appends:
-            needs[append.unit] += append.takes
+            needs[append.unit] = append.takes
         if pool.slot_store is not None:
             needs[pool.slot_store] = len(movers) + len(copiers)
         taken = pool.take(needs)  # the only thing here that can fail
         for append in self._appends:
-            ids = taken[append.unit]
-            append.apply(ids[: append.takes], pool.layout.page_tokens)
-            taken[append.unit] = ids[append.takes :]
+            append.apply(taken[append.unit])
         slots = taken[pool.slot_store].tolist() if pool.slot_store is not None else []
-        self._points = self._take_points(
-            cuts, pool.spare_slots + len(slots)
-        )  # those are owed until their states have them
+        self._points = self._take_points(cuts or (), len(slots))
         self._new_slots: dict[State, int] = dict(zip(movers, slots, strict=False))
         for state, slot in zip(copiers, slots[len(movers) :], strict=True):
             state.own_copy(slot)
         for state in self.states:
             state.condition = "in a step"
+        self._recordings: Recordings | None = None  # of rows in transactions
         pool.register(self)
 
     def references(self) -> Iterator[tuple[int, Ids]]:
         """What was taken and is no state's yet."""
         for append in self._appends:
             yield append.unit, append.taken
-        for slot in [*self._new_slots.values(), *(slot for points in self._points for slot in points.values())]:
+        for slot in self._taken_slots():
             yield from self.pool.slot_reference(slot)
+
+    def _taken_slots(self) -> list[int | None]:
+        return [*self._new_slots.values(), *(slot for points in self._points.values() for slot in points.values())]
 
     def moved(self, unit: int, where: Ids) -> None:
         raise AssertionError("entries are moved between steps only")
 
-    @property
-    def _active(self) -> Iterator[State]:
-        return (state for state, count in zip(self.states, self.rows.counts, strict=True) if count)
-
     def _expect_usable(self, cuts: Cuts | None) -> None:
-        for row, state in enumerate(self.states):
+        for state in self.states:
             assert state.pool is self.pool, "a state of another pool"
-            wanted = cuts[row] if cuts else ()
             if state.transaction is None or state.condition == "in a step":
                 state.expect_ready()
             else:
                 state.transaction.expect_feedable()
-                if wanted:
-                    raise StateError("a state in a transaction takes no cuts; commit first")
-            end = state.length + self.rows.counts[row]
+        for state, count, wanted in zip(self.states, self.rows.counts, cuts or (), strict=False):
+            if wanted and state.transaction is not None:
+                raise StateError("a state in a transaction takes no cuts; commit first")
+            end = state.length + count
             if any(not state.length < cut <= end for cut in wanted):
                 raise StateError(
                     f"cuts {list(wanted)} are not all among the lengths ({state.length}, {end}] of this step"
                 )
 
-    def _plan(self) -> list[_Append]:
-        page_tokens = self.pool.layout.page_tokens
-        marks: dict[tuple[int, int], int] = {}  # fill marks as the rows before this one will leave them
-        appends = []
-        for state, count in zip(self.states, self.rows.counts, strict=True):
-            for unit, run in state.runs.items():
-                filled, end = state.filled(unit), state.length + count
-                if end <= filled:
-                    continue  # no tokens, or known ones
-                store, inside, copies = self.pool.stores[unit], filled % page_tokens, False
-                if inside:
-                    tail = int(run.ids[-1])
-                    mark = marks.get((unit, tail), int(store.fill[tail]))
-                    copies = mark != inside and int(store.refs[tail]) > 1
-                    if not copies:
-                        marks[unit, tail] = min(page_tokens, inside + end - filled)
-                new_pages = -(-end // page_tokens) - -(-filled // page_tokens)
-                appends.append(_Append(state, store, unit, run, filled, end, new_pages, copies))
-        return appends
-
     def _plan_slots(self) -> tuple[list[State], list[State]]:
         """The states that will write a new slot, and those that need a copy of the one they share."""
-        movers, copiers = [], []
+        if self.pool.slot_store is None:
+            return [], []
+        active = [state for state, count in zip(self.states, self.rows.counts, strict=True) if count]
+        movers, copiers = [state for state in active if state.slot is None], []
+        slots = {state: state.slot for state in active if state.slot is not None}
+        shared = self.pool.refs_of(list(slots.values())) > 1
         groups: dict[int, list[State]] = {}
-        for state in self._active if self.pool.slot_store is not None else ():
-            if state.slot is None:
-                movers.append(state)
-            elif not state.owns_slot:
-                groups.setdefault(state.slot, []).append(state)
+        for state, slot in compress(slots.items(), shared.tolist()):
+            groups.setdefault(slot, []).append(state)
         for slot, group in groups.items():
             if self.pool.slot_refs(slot) == len(group):
                 copiers += group[:-1]
@@ -207,15 +207,16 @@ class Reservation:
                 movers += [state for state in group if state.transaction is None]
         return movers, copiers
 
-    def _take_points(self, cuts: Cuts | None, spare: int) -> list[dict[int, int | None]]:
+    def _take_points(self, cuts: Cuts, taken: int) -> dict[int, dict[int, int | None]]:
         """For each row the lengths that will be points, with the slot of each; None where none of its own is needed.
 
         Points get only the slots that there are to spare: the latest cuts come first, others are skipped.
         """
-        points: list[dict[int, int | None]] = [{} for _ in self.states]
-        for row, wanted in enumerate(cuts or ()):
+        points: dict[int, dict[int, int | None]] = {row: {} for row, wanted in enumerate(cuts) if wanted}
+        spare = self.pool.spare_slots + taken if points else 0  # those are owed until their states have them
+        for row in points:
             end = self.rows.history[row] + self.rows.counts[row]
-            for cut in sorted(set(wanted), reverse=True):
+            for cut in sorted(set(cuts[row]), reverse=True):
                 if self.pool.slot_store is None:
                     points[row][cut] = None
                 elif spare > 0:  # at the end the point shares the state's own slot, and the state will need another
@@ -223,60 +224,57 @@ class Reservation:
                     spare -= 1
         return points
 
-    def step(self, tokens: Ids, masks: tuple[Mask | None, ...] | None = None) -> Step:
-        runs = {unit: [state.runs[unit] for state in self.states] for unit in self.pool.page_stores}
-        row_of = {state: row for row, state in enumerate(self.states)}
-        for append in self._appends:
-            runs[append.unit][row_of[append.state]] = append.run
-        known = {unit: [state.filled(unit) for state in self.states] for unit in self.pool.page_stores}
+    def step(self, tokens: Ids, masks: tuple[Mask | None, ...] | None, given: Tensor | None) -> Step:
+        runs = {append.unit: append.runs for append in self._appends}
+        known = {append.unit: append.filled for append in self._appends}
         if self.pool.slot_store is None:
             numbers = HostNumbers(self.pool, self.rows, tokens, runs, known)
-            return Step(self.pool, self.rows, numbers, masks=masks, states=tuple(self.states))
-        store = self.pool.stores[self.pool.slot_store]
-        inner = [sorted((c, s) for c, s in points.items() if s is not None) for points in self._points]
-        offsets = [tuple(cut - h for cut, _ in each) for each, h in zip(inner, self.rows.history, strict=True)]
-        rows = replace(self.rows, cuts=tuple(offsets)) if any(offsets) else self.rows
-        read = tuple(store.scratch if state.slot is None else state.slot for state in self.states)
-        recorded, recordings = self._recordings()
+            return Step(self.pool, self.rows, numbers, masks=masks, given=given, states=tuple(self.states))
+        scratch = self.pool.stores[self.pool.slot_store].scratch
+        rows, cut = self._with_cuts() if self._points else (self.rows, ())
+        recorded = tuple([state.transaction is not None for state in self.states])
+        self._recordings = Recordings(self.pool) if any(recorded) else None
+        read = tuple([scratch if state.slot is None else state.slot for state in self.states])
+        write = [  # nobody looks at what becomes of a state in a transaction
+            scratch if kept else self._new_slots.get(state, slot)
+            for state, slot, kept in zip(self.states, read, recorded, strict=True)
+        ]
         return Step(
             self.pool,
             rows,
             HostNumbers(self.pool, rows, tokens, runs, known),
             read=read,
-            write=tuple(self._target(state, r, store.scratch) for state, r in zip(self.states, read, strict=True)),
-            cut=tuple(tuple(slot for _, slot in each) for each in inner),
+            write=tuple(write),
+            cut=cut,
             recorded=recorded,
-            recordings=recordings,
+            recordings=self._recordings,
             masks=masks,
+            given=given,
             states=tuple(self.states),
         )
 
-    def _recordings(self) -> tuple[tuple[bool, ...], Recordings | None]:
-        """Which rows are recorded, and where the step keeps their inputs for the transactions to find."""
-        recorded = tuple(state.transaction is not None for state in self.states)
-        if not any(recorded):
-            return recorded, None
-        recordings = Recordings(self.pool)
-        at = 0
-        for state, count in zip(self.states, self.rows.counts, strict=True):
-            if state.transaction is not None:
-                state.transaction.recordings, state.transaction.at = recordings, at
-            at += count if state.transaction is not None or self.rows.are_short else 0
-        return recorded, recordings
-
-    def _target(self, state: State, read: int, scratch: int) -> int:
-        """The slot that the forward writes; nobody looks at what it makes of a state in a transaction."""
-        return scratch if state.transaction is not None else self._new_slots.get(state, read)
+    def _with_cuts(self) -> tuple[Rows, tuple[tuple[int, ...], ...]]:
+        """The rows with their cuts, and the slots of these. Those at the end of a row need none of their own."""
+        inner = [
+            sorted((c, s) for c, s in self._points.get(row, {}).items() if s is not None)
+            for row in range(len(self.states))
+        ]
+        offsets = [tuple(cut - h for cut, _ in each) for each, h in zip(inner, self.rows.history, strict=True)]
+        rows = replace(self.rows, cuts=tuple(offsets)) if any(offsets) else self.rows
+        return rows, tuple(tuple(slot for _, slot in each) for each in inner)
 
     def finish(self) -> None:
         """The forward is done: every state is at its new length, and what fell out of reach is given back."""
         self.pool.unregister(self)
         for append in self._appends:
             append.finish()
-        for state, count, points in zip(self.states, self.rows.counts, self._points, strict=True):
-            slot = self._new_slots.get(state)
+        short, at = self.rows.are_short, 0  # where the row is among those recorded, or among all where these are short
+        for row, (state, count) in enumerate(zip(self.states, self.rows.counts, strict=True)):
+            slot, start = self._new_slots.get(state), at
+            at += count if state.transaction is not None or short else 0
             if state.transaction is not None:
                 state.transaction.fed, state.transaction.target = count, slot
+                state.transaction.recordings, state.transaction.at = self._recordings, start
                 state.condition = "in a transaction"
                 continue
             if slot is not None:
@@ -285,7 +283,8 @@ class Reservation:
             state.length += count
             state.known = max(state.known, state.length)
             state.condition = "ready"
-            self._set_points(state, points)
+            if row in self._points:
+                self._set_points(state, self._points[row])
             for unit, run in state.runs.items():
                 state.runs[unit] = self.pool.trim(unit, run, state.filled(unit))
 
@@ -307,13 +306,12 @@ class Reservation:
         self.pool.unregister(self)
         for append in self._appends:
             append.abort()
-        for slot in [*self._new_slots.values(), *(slot for points in self._points for slot in points.values())]:
+        for slot in self._taken_slots():
             self.pool.release(self.pool.slot_reference(slot))
         for state, count in zip(self.states, self.rows.counts, strict=True):
             if state.condition == "broken":  # before the forward began
                 continue
             if state.transaction is not None:
-                state.transaction.recordings = None
                 state.condition = "in a transaction"
             else:
                 in_place = count > 0 and state.slot is not None and state not in self._new_slots

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from bough.ops.attention import Mask
 from bough.ops.ragged import Owed, Pages, Rows, ShortRows, Slots, Spans
 from bough.state.pool import Pool
 from bough.state.recordings import Recordings
-from bough.state.store import Run
+from bough.state.store import EMPTY, Run
 
 if TYPE_CHECKING:
     from bough.state.live import State
@@ -53,7 +53,13 @@ class Ends:
     def of(rows: Rows, counts: Sequence[int], device: torch.device) -> "Ends":
         ends = accumulate(rows.counts)
         places = [at for end, count in zip(ends, counts, strict=True) for at in range(end - count, end)]
-        return Ends(tuple(counts), torch.tensor(places, dtype=torch.int64, device=device))
+        return Ends(tuple(counts), sent(np.array(places, np.int64), device))
+
+
+def sent(numbers: NDArray[Any], device: torch.device) -> Tensor:
+    """Numbers of the host on a device. Nobody waits for it."""
+    made = torch.from_numpy(numbers)
+    return (made.pin_memory() if device.type == "cuda" else made).to(device, non_blocking=True)
 
 
 class Numbers(Protocol):
@@ -79,7 +85,7 @@ class HostNumbers:
         rows: Rows,
         tokens: Ints,
         runs: dict[int, list[Run]],
-        known: dict[int, list[int]] | None = None,
+        known: dict[int, Ints] | None = None,
     ) -> None:
         """Entries of tokens before `known`, a length a row, are there already: what is computed goes to scratch."""
         self.pool, self.rows, self.fed, self.runs, self.known = pool, rows, tokens, runs, known
@@ -87,54 +93,44 @@ class HostNumbers:
         self.owed: Owed | None = None
         self._tables: dict[int, PageTable] = {}
         self._pages: dict[int, tuple[Ints, list[int]]] = {}
-
-    @cached_property
-    def places(self) -> Ints:
-        """The position of each token."""
-        counts = np.array(self.rows.counts, np.int64)
-        ahead: Ints = np.array(self.rows.history, np.int64) - counts.cumsum() + counts
-        return np.arange(self.rows.total) + ahead[self._row]
-
-    @cached_property
-    def _row(self) -> Ints:
-        """The row of each token."""
-        return np.repeat(np.arange(len(self.rows.counts)), self.rows.counts)
+        self.counts, self.history = np.array(rows.counts, np.int64), np.array(rows.history, np.int64)
+        self.start: Ints = self.counts.cumsum() - self.counts  # the first token of each row
+        self._row = np.arange(len(self.counts)).repeat(self.counts)  # of each token
+        self.places = np.arange(len(self._row)) + (self.history - self.start)[self._row]  # the position of each token
 
     @cached_property
     def tokens(self) -> Tensor:
-        return torch.from_numpy(self.fed).to(self.pool.device)
+        return sent(self.fed, self.pool.device)
 
     @cached_property
     def positions(self) -> Tensor:
-        return self._sent(self.places)
+        return sent(self.places.astype(np.int32), self.pool.device)
 
     def table(self, unit: int) -> PageTable:
         if unit not in self._tables:
             pages, offset = self.pages(unit)
-            at = self._sent(self.places % self.pool.layout.page_tokens)
-            self._tables[unit] = PageTable(self._sent(pages), tuple(offset), self._sent(self.written(unit)), at)
+            parts = pages, self.written(unit), self.places % self.pool.layout.page_tokens
+            table, page, at = (sent(each.astype(np.int32), self.pool.device) for each in parts)
+            self._tables[unit] = PageTable(table, tuple(offset), page, at)
         return self._tables[unit]
 
     def pages(self, unit: int) -> tuple[Ints, list[int]]:
         """The pages of all rows, and for each where in there page number 0 is, or would be."""
         if unit not in self._pages:
             runs = self.runs[unit]
-            starts = accumulate((len(run.ids) for run in runs), initial=0)
+            pages = np.concatenate([run.ids for run in runs]) if runs else EMPTY.ids
+            starts = accumulate([len(run.ids) for run in runs], initial=0)
             offset = [start - run.first for start, run in zip(starts, runs, strict=False)]
-            self._pages[unit] = np.concatenate([run.ids for run in runs]) if runs else np.empty(0, np.int64), offset
+            self._pages[unit] = pages, offset
         return self._pages[unit]
 
     def written(self, unit: int) -> Ints:
         """The page that each token's entry goes to."""
-        written = np.full(self.rows.total, self.pool.stores[unit].scratch, np.int64)
-        (pages, offset), known = self.pages(unit), self.known[unit] if self.known else self.rows.history
-        new = self.places >= np.array(known, np.int64)[self._row]
-        number = self.places[new] // self.pool.layout.page_tokens
-        written[new] = pages[np.array(offset, np.int64)[self._row[new]] + number]
+        pages, offset = self.pages(unit)
+        written: Ints = pages[np.array(offset, np.int64)[self._row] + self.places // self.pool.layout.page_tokens]
+        if self.known is not None:
+            written[self.places < self.known[unit][self._row]] = self.pool.stores[unit].scratch
         return written
-
-    def _sent(self, numbers: Ints) -> Tensor:
-        return torch.from_numpy(numbers.astype(np.int32)).to(self.pool.device)
 
 
 @dataclass(frozen=True, slots=True)

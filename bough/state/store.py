@@ -67,6 +67,8 @@ class Store:
 
     def take(self, count: int) -> Ids:
         """Lend `count` entries, each with one reference. The caller has made sure that they fit."""
+        if not count:
+            return EMPTY.ids
         taken: list[int] = []
         while len(taken) < count:
             if not self._unused:

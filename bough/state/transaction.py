@@ -67,7 +67,8 @@ class Transaction:
             assert state.slot is not None
             for part in pool.stores[pool.slot_store].parts.values():
                 part[state.slot] = 0
-        _lasting(self).owe(state, self.at, count)
+        assert self.recordings is not None
+        self.recordings.kept.owe(state, self.at, count)
 
     def __enter__(self) -> "Transaction":
         return self
@@ -82,27 +83,15 @@ def commit(kept: Sequence[tuple[Transaction, int]]) -> None:
 
     Raises StateError, and changes nothing, if one cannot be.
     """
-    for transaction, count in kept:
-        transaction._expect_committable(count)
-    _expect_recorded(kept)
-    for transaction, count in kept:
-        transaction._close(count)
-    for recordings in {transaction.recordings for transaction, _ in kept}:
-        if recordings is not None:
-            recordings.settle()  # what those that last are owed waits
-
-
-def _lasting(transaction: Transaction) -> Recordings:
-    assert transaction.recordings is not None
-    return transaction.recordings.lasting or transaction.recordings
-
-
-def _expect_recorded(kept: Sequence[tuple[Transaction, int]]) -> None:
     needed: dict[Recordings, int] = {}  # up to which token
     for transaction, count in kept:
-        if count and transaction.state.pool.slot_store is not None:
-            recordings = _lasting(transaction)
+        transaction._expect_committable(count)
+        if count and (recordings := transaction.recordings) is not None:
             needed[recordings] = max(needed.get(recordings, 0), transaction.at + count)
     for recordings, most in needed.items():
-        if lacking := recordings.lacking(most):
+        if lacking := recordings.kept.lacking(most):
             raise StateError(f"the inputs of {len(lacking)} parts were not recorded, of layer {lacking[0][0]} first")
+    for transaction, count in kept:
+        transaction._close(count)
+    for recordings in needed:
+        recordings.settle()  # what those that last are owed waits
