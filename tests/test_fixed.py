@@ -20,7 +20,7 @@ from bough.models.load import load_model
 from bough.ops.ragged import Recording
 from bough.ops.spans import FEW
 from bough.state.fixed import Fixed
-from bough.state.graphs import Captured, Graphs, bucket
+from bough.state.graphs import EACH, Captured, Graphs, bucket
 from bough.state.layout import Layout
 from bough.state.live import State
 from bough.state.pool import Pool
@@ -287,3 +287,5 @@ def test_buckets():
     assert [bucket(rows) for rows in (1, 2, 3, 5, 7, 9, 12, 13, 17, 24, 25, 33, 64)] == [
         1, 2, 4, 6, 8, 12, 12, 16, 24, 24, 32, 48, 64,
     ]  # fmt: skip
+    assert [bucket(rows, 5) for rows in (1, 33, 64, 96)] == [1, 48, 76, 102]  # up to 256 tokens, 384 and 512
+    assert all(rows <= bucket(rows, each) for rows in range(1, 257) for each in EACH)

@@ -30,7 +30,7 @@ if HERE:
 
 kernels = pytest.mark.skipif(not HERE, reason="triton needs CUDA, or a process of its own for its interpreter")
 SHORT = Rows((1, 3, 0, 8), (1, 0, 2, 5))
-PARTS = ("attention", "chunks", "experts", "heads", "linear", "norm", "prefill")
+PARTS = ("attention", "chunks", "experts", "heads", "linear", "norm", "owed", "prefill")
 LONG = Rows((70, 9, 2, 0, 40), (3, 0, 1, 1, 1), ((5, 6, 70), (), (1,), (), (32,)))
 
 
@@ -94,7 +94,10 @@ def check(case: Case, ours, tolerance: float) -> None:
 @kernels
 @pytest.mark.parametrize(
     ("rows", "decay", "alike"),
-    [(SHORT, "usual", 0.0), (LONG, "none", 1.0), (LONG, "strong", 0.5), (LONG, "now and then strong", 1.0)],
+    [
+        *((SHORT, decay, alike) for decay, alike in (("usual", 0.0), ("strong", 0.5), ("now and then strong", 1.0))),
+        *((LONG, decay, alike) for decay, alike in (("none", 1.0), ("strong", 0.5), ("now and then strong", 1.0))),
+    ],
 )
 def test_delta_equals_the_slow_loop(rows, decay, alike):
     case = on_device(Case.of(rows, decay=decay, alike=alike, k_dim=24, v_dim=20))

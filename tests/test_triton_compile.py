@@ -64,6 +64,9 @@ def compiled(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
     monkeypatch.setattr(JITFunction, "run", compile_alone)
     monkeypatch.setattr(driver, "_active", Device())
+    for module in ("linear", "quant"):  # as on that device
+        follows = {"follows": True, "launch_pdl": True}
+        monkeypatch.setattr(f"bough.ops.triton.{module}.following", lambda device, follows=follows: follows)
     with by_kernels():
         yield names
 

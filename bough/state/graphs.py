@@ -21,6 +21,7 @@ from bough.state.step import Step
 MOST = 256  # rows
 EACH = (1, 2, 3, 5, FEW)  # tokens of a row that steps are captured for
 LEFT = 1 << 30  # bytes that are left to what is not captured
+TILE = 128  # tokens that a library's product takes at a time, where there are many
 ROOM = 8  # rows that there is room to record for, at the least
 Compute = Callable[[Step, Tensor | None], tuple[Tensor, Tensor]]  # of a step, and rows that come with its tokens
 
@@ -94,7 +95,7 @@ class Graphs:
     def _captured_for(self, step: Step, rows: Tensor | None) -> Captured | None:
         """The graph for a step's shape; None where there is no memory for it, or a model waits for the device."""
         each = next(each for each in EACH if each >= max(step.rows.counts))
-        shape = (bucket(len(step.rows.counts)), each, step.recordings is not None)
+        shape = (bucket(len(step.rows.counts), each), each, step.recordings is not None)
         if step.recordings is not None and not self._has_room(min(shape[0], self.pool.max_running)):
             return None
         if shape not in self._captured:
@@ -140,7 +141,13 @@ class Graphs:
         return Captured(graph, fixed, given, hidden, logits, self._turns if recorded else None)
 
 
-def bucket(rows: int) -> int:
-    """The least number of rows that is captured and holds so many: powers of two, and halves between them."""
+def bucket(rows: int, each: int = 1) -> int:
+    """The least number of rows that is captured and holds so many: powers of two, and halves between them.
+
+    Libraries' products of many tokens are made of tiles, and are slower where some of these are not full: there it is
+    as many as fill them.
+    """
     power = 1 << (rows - 1).bit_length()
-    return power * 3 // 4 if power >= 8 and rows <= power * 3 // 4 else power
+    least = power * 3 // 4 if power >= 8 and rows <= power * 3 // 4 else power
+    tokens = -(-least * each // TILE) * TILE
+    return least if tokens <= 2 * TILE else tokens // each

@@ -213,7 +213,8 @@ class State:
         """Refer to these pages and this slot instead of the present ones."""
         for index, run in runs.items():
             self.pool.stores[index].share(run.ids)
-        self.pool.share(self.pool.slot_reference(slot))
+        if slot is not None:
+            self.pool.share_slot(slot)
         self.pool.release(self.references())
         self._owe_nothing()
         self.length, self.known, self.runs, self.slot = length, length if known is None else known, runs, slot

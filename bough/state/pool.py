@@ -197,6 +197,13 @@ class Pool:
         assert self.slot_store is not None
         return self.stores[self.slot_store].refs[np.array(slots, np.int64)]
 
+    def share_slot(self, slot: int) -> None:
+        """Add one reference to it."""
+        assert self.slot_store is not None
+        refs = self.stores[self.slot_store].refs
+        assert refs[slot], "a slot is shared that nobody holds"
+        refs[slot] += 1
+
     def share(self, references: Iterable[tuple[int, Ids]]) -> None:
         for index, ids in references:
             self.stores[index].share(ids)

@@ -92,9 +92,9 @@ class Store:
         """Add one reference to each."""
         if not len(ids):
             return
-        more = self.refs[ids] + 1
-        assert more.min() > 1, "an entry is shared that nobody holds"
-        self.refs[ids] = more
+        refs = self.refs[ids]
+        assert np.count_nonzero(refs) == len(ids), "an entry is shared that nobody holds"
+        self.refs[ids] = refs + 1
 
     def release(self, ids: Ids) -> None:
         """Drop one reference to each; entries nobody refers to go back, and so do slabs that are empty."""

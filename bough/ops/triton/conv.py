@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.ops.ragged import Carried, Rows, Slots, close_slots, open_slots
+from bough.ops.ragged import Carried, Rows, ShortRows, Slots, close_slots, open_slots
+from bough.ops.spans import FEW
 from bough.ops.triton.plan import plan
 
 CHUNK = 64  # tokens that a program works on in long rows
@@ -49,68 +50,79 @@ def _put_tail(
 
 
 @triton.jit
-def _settled(
-    x, past, turn, owed_start, owed, half, tails, source, slot_stride, tail_stride, x_stride, start, count, channels,
-    channel, inside, keep: tl.constexpr,
-):  # fmt: skip
-    """Moves a row's tail on by what it owes, in place; and records its inputs, of which it may owe some next."""
-    here = tl.load(turn)
-    if owed > 0:
-        _put_tail(
-            past + (1 - here) * half, tails, source, source, slot_stride, tail_stride, channels, owed_start, owed,
-            channel, inside, keep,
-        )  # fmt: skip
-        tl.debug_barrier()  # what one thread has written another may read
-    for t in range(start, start + count):
-        value = tl.load(x + t * x_stride + channel, mask=inside)
-        tl.store(past + here * half + t * channels + channel, value, mask=inside)
+def _tokens(x, x_stride, first, count, inside, few: tl.constexpr):
+    """The inputs of up to `few` tokens of a row, from one on."""
+    inputs: tl.tuple = ()
+    for t in tl.static_range(few):
+        inputs += (tl.load(x + (first + t) * x_stride, mask=inside & (first + t < count), other=0.0),)
+    return inputs
+
+
+@triton.jit
+def _after(inputs, tokens, keep: tl.constexpr, few: tl.constexpr):
+    """The tail after as many tokens, of which up to `few` count, from a tail and their inputs."""
+    tail = inputs[few:]
+    for t in tl.static_range(1, few):
+        shorter: tl.tuple = ()
+        for i in tl.static_range(keep):
+            shorter += (tl.where(tokens == t, inputs[t + i], tail[i]),)
+        tail = shorter
+    return tail
 
 
 @triton.jit
 def _short_rows(
     x, y, tails, taps, bias, starts, counts, reads, writes, past, turn, owed_start, owed, half,
     x_stride, y_stride, slot_stride, tail_stride, channels,
-    kernel: tl.constexpr, biased: tl.constexpr, silu: tl.constexpr, block: tl.constexpr,
+    kernel: tl.constexpr, biased: tl.constexpr, silu: tl.constexpr, few: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
+    """Outputs, if there are to be any, and tails. All that a few tokens need is loaded before anything is stored.
+
+    Where something may be owed the tail is first moved on by that, in place; and inputs are recorded, by turns.
+    """
+    keep: tl.constexpr = kernel - 1
     row = tl.program_id(1)
     channel = tl.program_id(0) * block + tl.arange(0, block)
     inside = channel < channels
     start, count = tl.load(starts + row).to(tl.int64), tl.load(counts + row)
     source, target = tl.load(reads + row).to(tl.int64), tl.load(writes + row).to(tl.int64)
+    old, old_start, old_count = x, start, 0  # inputs that the tail has yet to be moved on by
     if past is not None:
-        _settled(
-            x, past, turn, tl.load(owed_start + row), tl.load(owed + row), half, tails, source, slot_stride,
-            tail_stride, x_stride, start, count, channels, channel, inside, kernel - 1,
-        )  # fmt: skip
-    for t in range(count):
-        out = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32) if biased else 0.0
+        here = tl.load(turn)
+        old, past = past + (1 - here) * half, past + here * half + start * channels + channel
+        old_start, old_count = tl.load(owed_start + row).to(tl.int64), tl.load(owed + row)
+    tail: tl.tuple = ()
+    for i in tl.static_range(keep):
+        tail += (
+            _input(
+                old, tails, source, slot_stride, tail_stride, channels, old_start, old_count + i, channel, inside, keep
+            ),
+        )
+    weights: tl.tuple = ()
+    if y is not None:
         for i in tl.static_range(kernel):
-            tap = tl.load(taps + i * channels + channel, mask=inside, other=0.0)
-            value = _input(
-                x, tails, source, slot_stride, tail_stride, x_stride, start, t + i, channel, inside, kernel - 1
-            )
-            out += value.to(tl.float32) * tap
-        tl.store(y + (start + t) * y_stride + channel, _silu(out) if silu else out, mask=inside)
-    _put_tail(x, tails, source, target, slot_stride, tail_stride, x_stride, start, count, channel, inside, kernel - 1)
-
-
-@triton.jit
-def _short_tails(
-    x, tails, starts, counts, reads, writes, past, turn, owed_start, owed, half,
-    x_stride, slot_stride, tail_stride, channels,
-    keep: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(1)
-    channel = tl.program_id(0) * block + tl.arange(0, block)
-    inside = channel < channels
-    start, count = tl.load(starts + row).to(tl.int64), tl.load(counts + row)
-    source, target = tl.load(reads + row).to(tl.int64), tl.load(writes + row).to(tl.int64)
-    if past is not None:
-        _settled(
-            x, past, turn, tl.load(owed_start + row), tl.load(owed + row), half, tails, source, slot_stride,
-            tail_stride, x_stride, start, count, channels, channel, inside, keep,
-        )  # fmt: skip
-    _put_tail(x, tails, source, target, slot_stride, tail_stride, x_stride, start, count, channel, inside, keep)
+            weights += (tl.load(taps + i * channels + channel, mask=inside, other=0.0),)
+        shift = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32) if biased else 0.0
+        y += start * y_stride + channel
+    x += start * x_stride + channel
+    before, coming = tail, _tokens(x, x_stride, 0, count, inside, few)
+    for first in range(0, count, few):
+        inputs = before + coming
+        coming = _tokens(x, x_stride, first + few, count, inside, few)
+        for t in tl.static_range(few):
+            if first + t < count:
+                if past is not None:
+                    tl.store(past + (first + t) * channels, inputs[keep + t], mask=inside)
+                if y is not None:
+                    out = shift
+                    for i in tl.static_range(kernel):
+                        out += inputs[t + i].to(tl.float32) * weights[i]
+                    tl.store(y + (first + t) * y_stride, _silu(out) if silu else out, mask=inside)
+        before = _after(inputs, count - first, keep, few)
+    for i in tl.static_range(keep):
+        at = i * tail_stride + channel
+        tl.store(tails + source * slot_stride + at, tail[i], mask=inside & (old_count > 0) & (source != target))
+        tl.store(tails + target * slot_stride + at, before[i], mask=inside & (target >= 0))
 
 
 @triton.jit
@@ -191,7 +203,9 @@ def causal_conv(
     options = {"kernel": kernel, "biased": bias is not None, "silu": silu, "block": CHANNELS}
     blocks = triton.cdiv(channels, CHANNELS)
     if len(short.start):
-        _short_rows[blocks, len(short.start)](x, y, data, taps, bias, *short, *_past(x, slots), *strides, **options)
+        _short_rows[blocks, len(short.start)](
+            x, y, data, taps, bias, *short, *_past(x, slots), *strides, few=_few(x, short), num_warps=1, **options
+        )
     if len(long.read):
         _long_outputs[blocks, len(long.chunk_start)](
             x, y, data, taps, bias, long.read, long.pieces, long.start, long.chunk_start, long.chunk_count,
@@ -203,6 +217,11 @@ def causal_conv(
         )  # fmt: skip
     slots.record(rows, x)
     return close_slots(y, slots, explicit)
+
+
+def _few(x: Tensor, short: ShortRows) -> int:
+    """Tokens of a row that are worked on together; one of a few numbers, since each is compiled for."""
+    return min(FEW, triton.next_power_of_2(triton.cdiv(len(x), len(short.start))))
 
 
 def _past(x: Tensor, slots: Slots) -> tuple[Tensor | int | None, ...]:
@@ -222,12 +241,15 @@ def carry(x: Tensor, rows: Rows, *, stored: Slots) -> None:
     data, (_, keep, channels) = slots.data, slots.data.shape
     assert x.stride(1) == 1 and data.stride(2) == 1
     short, long = plan(rows, slots, CHUNK)
-    strides, blocks = (x.stride(0), data.stride(0), data.stride(1), channels), triton.cdiv(channels, CHANNELS)
+    strides, blocks = (data.stride(0), data.stride(1), channels), triton.cdiv(channels, CHANNELS)
     if len(short.start):
-        _short_tails[blocks, len(short.start)](x, data, *short, *_past(x, slots), *strides, keep=keep, block=CHANNELS)
+        _short_rows[blocks, len(short.start)](
+            x, None, data, None, None, *short, *_past(x, slots), x.stride(0), 0, *strides,
+            kernel=keep + 1, biased=False, silu=False, few=_few(x, short), block=CHANNELS, num_warps=1,
+        )  # fmt: skip
     if len(long.read):
         _long_tails[blocks, len(long.read)](
-            x, data, long.read, long.pieces, long.start, long.end, long.slot, *strides,
+            x, data, long.read, long.pieces, long.start, long.end, long.slot, x.stride(0), *strides,
             kernel=keep + 1, block=CHANNELS,
         )  # fmt: skip
     slots.record(rows, x)

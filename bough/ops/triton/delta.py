@@ -16,13 +16,16 @@ from torch import Tensor
 
 from bough.ops.delta import DeltaLayer, split_heads
 from bough.ops.ragged import Carried, Owed, Rows, Slots, close_slots, open_slots
+from bough.ops.spans import FEW
 from bough.ops.triton.chunks import advance_long, chunk_tokens
 from bough.ops.triton.norm import rms_norm_gated
 from bough.ops.triton.plan import plan
 
 EPS = tl.constexpr(1e-6)  # under the root of q's and k's length
 GATES = 1024  # that a program makes
-CARRIED = 4096  # numbers that a warp carries through one token; half of them, if there are more
+OWED = tl.constexpr(triton.next_power_of_2(FEW))  # tokens, or fewer, that a row owes
+CARRIED = 4096  # numbers of a state that a warp carries
+BUSY = 512  # programs that keep a device busy: as few carry half of that through several tokens, in less time
 
 
 @triton.jit
@@ -73,6 +76,44 @@ class Kept(NamedTuple):
 
 
 @triton.jit
+def _vector(pointer, mask):
+    """In float32, and 0 outside."""
+    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _length(x):
+    """What brings a vector to unit length; or to less, if it is near 0."""
+    return tl.rsqrt(tl.sum(x * x, 0) + EPS)
+
+
+@triton.jit
+def _settled(
+    state, keys, decays, changes, tokens, in_key, in_value, heads: tl.constexpr, k_step: tl.constexpr,
+    v_step: tl.constexpr,
+):  # fmt: skip
+    """The state after one or more recorded tokens, the first of which is at these places.
+
+    It decays once, by all of them; and what a token changed, by those after it. So the last one comes first.
+    """
+    i, last = tl.arange(0, OWED), tokens - 1
+    state *= tl.exp(tl.sum(tl.load(decays + i * heads, mask=i < tokens, other=0.0), 0))
+    keys += last * k_step
+    changes += last * v_step
+    decays += last * heads
+    key, change, g, after = _vector(keys, in_key), _vector(changes, in_value), tl.load(decays), 0.0
+    for t in range(tokens):
+        before, more = t + 1, t < last
+        next_key = _vector(keys - before * k_step, in_key & more)
+        next_change = _vector(changes - before * v_step, in_value & more)
+        next_g = tl.load(decays - before * heads, mask=more, other=0.0)
+        state += key[:, None] * (change * (_length(key) * tl.exp(after)))[None, :]
+        after += g
+        key, change, g = next_key, next_change, next_g
+    return state
+
+
+@triton.jit
 def _short_rows(
     q, k, v, a, b, out, keys, decays, changes, states, starts, counts, reads, writes, turn, owed_start, owed,
     rate, dt_bias, scale, q_stride, k_stride, v_stride, a_stride, b_stride, slot_stride, most,
@@ -82,54 +123,65 @@ def _short_rows(
     """a and b are g and β; or, if `projected`, what these are made of. If `recorded`, changes and made g are kept.
 
     Where that is done by turns, keys are kept too, and the state is first moved on, in place, by what the row owes.
+    What a token needs is loaded while the one before it is worked on.
     """
     row, head = tl.program_id(1), tl.program_id(0) // tl.cdiv(dv, block_v)
     part, ks = tl.program_id(0) % tl.cdiv(dv, block_v), tl.arange(0, block_k)
     vs = part * block_v + tl.arange(0, block_v)
+    in_key, in_value = ks < dk, vs < dv
     start, count = tl.load(starts + row).to(tl.int64), tl.load(counts + row)
     source, target = tl.load(reads + row).to(tl.int64), tl.load(writes + row).to(tl.int64)
-    inside = (ks < dk)[:, None] & (vs < dv)[None, :]
+    k += start * k_stride + head // group * dk + ks
+    q += start * q_stride + head // group * dk + ks
+    v += start * v_stride + head * dv + vs
+    a += start * a_stride + head
+    b += start * b_stride + head
+    there = count > 0
+    key, query, value = _vector(k, in_key & there), _vector(q, in_key & there), _vector(v, in_value & there)
+    of_a, of_b = tl.load(a, mask=there, other=0.0), tl.load(b, mask=there, other=0.0)
+    inside = in_key[:, None] & in_value[None, :]
     at = head * dk * dv + ks[:, None] * dv + vs[None, :]
     state = tl.load(states + source * slot_stride + at, mask=inside & (source >= 0), other=0.0)
+    k_step: tl.constexpr = heads // group * dk
     if turn is not None:
-        half = tl.load(turn) * most
-        before, first, tokens = most - half, tl.load(owed_start + row), tl.load(owed + row)
-        for t in range(before + first, before + first + tokens):
-            key = tl.load(keys + (t * (heads // group) + head // group) * dk + ks, mask=ks < dk, other=0.0)
-            key = key.to(tl.float32)
-            key *= tl.rsqrt(tl.sum(key * key, 0) + EPS)
-            change = tl.load(changes + (t * heads + head) * dv + vs, mask=vs < dv, other=0.0)
-            state = state * tl.exp(tl.load(decays + t * heads + head)) + key[:, None] * change[None, :]
+        half, tokens = tl.load(turn) * most, tl.load(owed + row)
+        first = most - half + tl.load(owed_start + row)
         if tokens > 0:
+            state = _settled(
+                state, keys + first * k_step + head // group * dk + ks, decays + first * heads + head,
+                changes + (first * heads + head) * dv + vs, tokens, in_key, in_value, heads, k_step, heads * dv,
+            )  # fmt: skip
             tl.store(states + source * slot_stride + at, state, mask=inside)
-        keys += half * (heads // group * dk)
+        keys += half * k_step + head // group * dk + ks
         decays += half * heads
         changes += half * (heads * dv)
-    for t in range(start, start + count):
-        key = tl.load(k + t * k_stride + head // group * dk + ks, mask=ks < dk, other=0.0)
-        if turn is not None:
-            kept = (ks < dk) & (part == 0) & (head % group == 0)
-            tl.store(keys + (t * (heads // group) + head // group) * dk + ks, key, mask=kept)
-        key = key.to(tl.float32)
-        query = tl.load(q + t * q_stride + head // group * dk + ks, mask=ks < dk, other=0.0).to(tl.float32)
-        value = tl.load(v + t * v_stride + head * dv + vs, mask=vs < dv, other=0.0)
-        key *= tl.rsqrt(tl.sum(key * key, 0) + EPS)
-        query *= tl.rsqrt(tl.sum(query * query, 0) + EPS) * scale
-        g, beta = tl.load(a + t * a_stride + head), tl.load(b + t * b_stride + head)
+    for t in range(count):
+        later, more, entry = t + 1, t + 1 < count, (start + t) * heads + head
+        next_key = _vector(k + later * k_stride, in_key & more)
+        next_query = _vector(q + later * q_stride, in_key & more)
+        next_value = _vector(v + later * v_stride, in_value & more)
+        next_a = tl.load(a + later * a_stride, mask=more, other=0.0)
+        next_b = tl.load(b + later * b_stride, mask=more, other=0.0)
+        g, beta = of_a, of_b
         if projected:
-            g, beta = _gates(g, beta, tl.load(rate + head), tl.load(dt_bias + head))
+            g, beta = _gates(of_a, of_b, tl.load(rate + head), tl.load(dt_bias + head))
             if recorded:
-                tl.store(decays + t * heads + head, g, mask=part == 0)
-        decay = tl.exp(g)
+                tl.store(decays + entry, g, mask=part == 0)
+        if turn is not None:
+            tl.store(keys + (start + t) * k_step, key, mask=in_key & (part == 0) & (head % group == 0))
         # What the key and the query see of the state before the token is all that is needed of it.
-        seen = tl.sum(state * key[:, None], 0)
-        heard = tl.sum(state * query[:, None], 0)
-        change = (value.to(tl.float32) - decay * seen) * beta
-        state = state * decay + key[:, None] * change[None, :]
-        said = heard * decay + change * tl.sum(key * query, 0)
-        tl.store(out + (t * heads + head) * dv + vs, said, mask=vs < dv)
+        decay, length = tl.exp(g), _length(key)
+        seen = tl.sum(state * key[:, None], 0) * (decay * length)
+        heard = tl.sum(state * query[:, None], 0) * decay
+        change = (value - seen) * beta
+        moved = change * length
+        said = (heard + moved * tl.sum(key * query, 0)) * (_length(query) * scale)
+        tl.store(out + entry * dv + vs, said, mask=in_value)
         if recorded:
-            tl.store(changes + (t * heads + head) * dv + vs, change, mask=vs < dv)
+            tl.store(changes + entry * dv + vs, change, mask=in_value)
+        if more | (target >= 0):
+            state = state * decay + key[:, None] * moved[None, :]
+        key, query, value, of_a, of_b = next_key, next_query, next_value, next_a, next_b
     if target >= 0:
         tl.store(states + target * slot_stride + at, state, mask=inside)
 
@@ -183,7 +235,9 @@ def advance_short(
         assert each.stride(2) == 1 and each.stride(1) == each.shape[2]
     assert states.stride()[1:] == (dk * dv, dv, 1) and a.stride(1) == b.stride(1) == 1 and out.is_contiguous()
     block_k = triton.next_power_of_2(dk)
-    fits = CARRIED // block_k // (1 if total == len(start) else 2)
+    fits = CARRIED // block_k
+    if total > len(start) and heads * triton.cdiv(dv, fits) * len(start) <= BUSY:
+        fits //= 2
     block_v = max(1, min(triton.next_power_of_2(dv), fits))
     _short_rows[heads * triton.cdiv(dv, block_v), len(start)](
         q, k, v, a, b, out, *kept[:3], states, start, count, read, write, *(kept.owed or (None,) * 3),

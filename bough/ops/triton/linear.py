@@ -4,6 +4,10 @@
 A program computes some outputs of all rows. Of few outputs that would make too few programs to keep memory busy: there
 each reads a part of the inputs, and whichever of an output's programs is done last adds up what all of them wrote
 down, always in the same order. Results do not depend on timing.
+
+One row leaves registers free, and its programs ask for weights before the row is there (follow.py). Programs of several
+take so much of a processor that those of the next launch would gather where they first find room, and so wait for one
+another: they lead to the next when they have read all.
 """
 
 from typing import NamedTuple
@@ -19,11 +23,11 @@ from bough.ops.quant import Chunks
 from bough.ops.ragged import Rows, Slots, open_slots
 from bough.ops.triton import quant
 from bough.ops.triton.activation import ACTIVATIONS
+from bough.ops.triton.follow import follow, following, lead
 from bough.ops.triton.plan import plan
 from bough.ops.triton.rest import Rest, Stored, Work, ask, finish, gathered, in_parts, noted, outputs_at, prepared
 
 ROWS = 32  # up to which these are faster than torch's own
-VECTORS = 2  # rows up to which the arithmetic units do as well as the matrix units
 OUTPUTS = 1 << 16  # up to which these are faster than torch's own
 CHUNK = tl.constexpr(8)  # neighbouring inputs that a thread loads at once, and adds up
 
@@ -34,98 +38,108 @@ class Cut(NamedTuple):
     outputs: int  # of a program
     inputs: int  # that it multiplies at a time
     warps: int
-    stages: int
+    ahead: int  # times that it loads before it multiplies
     parts: int = 1  # that the inputs are cut into
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _vectors(
-    x, weight, out, rest, rows, outputs, x_stride, inputs: tl.constexpr, measured: tl.constexpr, kernel: tl.constexpr,
-    block: tl.constexpr, block_rows: tl.constexpr, span: tl.constexpr, stages: tl.constexpr, activation: tl.constexpr,
+@triton.jit
+def _ahead(weight, start, inputs: tl.constexpr, span: tl.constexpr, ahead: tl.constexpr):
+    """The weights of the inputs from start on, so many at a time. Zeros past the last."""
+    some: tl.tuple = ()
+    for time in tl.static_range(ahead):
+        at = start + time * span + tl.arange(0, span)[None, :]
+        some += (tl.load(weight + at, mask=at < inputs, other=0.0),)
+    return some
+
+
+@triton.jit
+def _vector(
+    x, weight, out, rest, outputs, inputs: tl.constexpr, measured: tl.constexpr, kernel: tl.constexpr,
+    block: tl.constexpr, span: tl.constexpr, ahead: tl.constexpr, activation: tl.constexpr, follows: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * block
-    output = outputs_at(first, outputs, block, activation is not None)
+    lead(follows)
+    first, row = tl.program_id(0) * block, tl.arange(0, 1)
+    output = outputs_at(first + tl.arange(0, block), outputs, activation is not None)
     weight += output.to(tl.int64)[:, None] * inputs
-    ragged: tl.constexpr = inputs % span != 0
-    sums = (tl.zeros([block, span // CHUNK], tl.float32),) * block_rows
-    needed: tl.tuple = ()
-    for row in tl.static_range(block_rows):
-        needed += (ask(rest, first, row + tl.arange(0, 1), rows, outputs, block, measured, kernel),)
-    for start in tl.range(0, inputs, span, num_stages=stages):
-        at = start + tl.arange(0, span)[None, :]
-        inside = at < inputs if ragged else None
-        some = tl.load(weight + at, mask=inside, other=0.0 if ragged else None).to(tl.float32)
-        for row in tl.static_range(block_rows):
-            seen = tl.load(x + tl.minimum(row, rows - 1) * x_stride + at, mask=inside, other=0.0 if ragged else None)
-            terms = tl.reshape(some * seen.to(tl.float32), [block, span // CHUNK, CHUNK])
-            more = (sums[0] + tl.sum(terms, 2),)
-            sums = sums[1:] + more  # after all rows, in order again
-    for row in tl.static_range(block_rows):
-        finish(
-            tl.sum(sums[row], 1)[:, None], needed[row], rest, output, out, first, row + tl.arange(0, 1), rows, outputs,
-            inputs, block, kernel, activation,
-        )  # fmt: skip
+    some = _ahead(weight, 0, inputs, span, ahead)
+    follow(follows)
+    needed = ask(rest, first, row, 1, outputs, block, measured, kernel)
+    sums = tl.zeros([block, span // CHUNK], tl.float32)
+    for start in tl.range(0, inputs, span * ahead, num_stages=1):
+        for time in tl.static_range(ahead):
+            at = start + time * span + tl.arange(0, span)[None, :]
+            seen = tl.load(x + at, mask=at < inputs, other=0.0)
+            terms = some[time].to(tl.float32) * seen.to(tl.float32)
+            sums += tl.sum(tl.reshape(terms, [block, span // CHUNK, CHUNK]), 2)
+        some = _ahead(weight, start + span * ahead, inputs, span, ahead)
+    total = tl.sum(sums, 1)[:, None]
+    finish(total, needed, rest, out, first, row, 1, outputs, inputs, block, kernel, activation)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _product(
     x, weight, out, rest, partial, arrived, rows, outputs, x_stride, inputs: tl.constexpr, measured: tl.constexpr,
     kernel: tl.constexpr, part: tl.constexpr, parts: tl.constexpr, block: tl.constexpr, block_rows: tl.constexpr,
-    span: tl.constexpr, stages: tl.constexpr, activation: tl.constexpr,
+    span: tl.constexpr, stages: tl.constexpr, activation: tl.constexpr, follows: tl.constexpr,
 ):  # fmt: skip
     first, low = tl.program_id(0) * block, tl.program_id(1) * part
-    output = outputs_at(first, outputs, block, activation is not None)
+    output = outputs_at(first + tl.arange(0, block), outputs, activation is not None)
     row = tl.arange(0, block_rows)
     weight += output.to(tl.int64)[:, None] * inputs
-    x += tl.minimum(row, rows - 1)[None, :] * x_stride
+    follow(follows)
+    x += row[None, :] * x_stride
     ragged: tl.constexpr = inputs % part != 0
+    there = (row < rows)[None, :]  # to load a row again in the place of others would have all ask for the same lines
     needed = ask(rest, first, row, rows, outputs, block, measured, kernel)
     sums = tl.zeros([block, block_rows], tl.float32)
     for start in tl.range(0, part, span, num_stages=stages):
         at = low + start + tl.arange(0, span)
-        left = at[None, :] < inputs if ragged else None
-        right = at[:, None] < inputs if ragged else None
-        some = tl.load(weight + at[None, :], mask=left, other=0.0 if ragged else None)
-        seen = tl.load(x + at[:, None], mask=right, other=0.0 if ragged else None)
+        inside = at[None, :] < inputs if ragged else None
+        some = tl.load(weight + at[None, :], mask=inside, other=0.0 if ragged else None)
+        seen = tl.load(x + at[:, None], mask=there & (at[:, None] < inputs) if ragged else there, other=0.0)
         sums = tl.dot(some, seen, sums, input_precision="ieee")
+    lead(follows)
     last = True
     if parts > 1:
         last = noted(sums, partial, arrived, block, block_rows, parts)
     if last:
         if parts > 1:
             sums = gathered(partial, block, block_rows, parts)
-        finish(sums, needed, rest, output, out, first, row, rows, outputs, inputs, block, kernel, activation)
+        finish(sums, needed, rest, out, first, row, rows, outputs, inputs, block, kernel, activation)
 
 
-def vectors(x: Input, work: Work, cut: Cut) -> Stored:
-    """The product by the arithmetic units: a thread sums chunks of its own, and a program its threads at the end."""
+def vector(x: Input, work: Work, cut: Cut) -> Stored:
+    """The product of one row, by the arithmetic units: a thread sums chunks of its own, a program its threads."""
     tiles = triton.cdiv(work.weight.shape[0], cut.outputs)
     x, stored, told = prepared(x, work, tiles)
-    _vectors[(tiles,)](
-        x, work.weight, stored.out, rows=len(x), x_stride=x.stride(0), block=cut.outputs,
-        block_rows=triton.next_power_of_2(len(x)), span=cut.inputs, stages=cut.stages, num_warps=cut.warps, **told,
+    _vector[(tiles,)](
+        x, work.weight, stored.out, block=cut.outputs, span=cut.inputs, ahead=cut.ahead, num_warps=cut.warps, **told,
+        **following(x.device),
     )  # fmt: skip
     return stored
 
 
 def product(x: Input, work: Work, cut: Cut) -> Stored:
-    """The product by the matrix units, whose left factor the weights are: there they take many rows, and few right."""
+    """The product of several rows, by the matrix units.
+
+    Their left factor is the weights: there they take many rows, and few right.
+    """
     outputs, inputs = work.weight.shape
     part = triton.cdiv(triton.cdiv(inputs, cut.inputs), cut.parts) * cut.inputs
     tiles, parts = triton.cdiv(outputs, cut.outputs), triton.cdiv(inputs, part)
-    block_rows = max(16, triton.next_power_of_2(len(x)))
+    block_rows = max(8, triton.next_power_of_2(len(x)))
     x, stored, told = prepared(x, work, tiles)
     _product[tiles, parts](
         x, work.weight, stored.out, rows=len(x), x_stride=x.stride(0), part=part, block=cut.outputs,
-        block_rows=block_rows, span=cut.inputs, stages=cut.stages, num_warps=cut.warps,
+        block_rows=block_rows, span=cut.inputs, stages=cut.ahead, num_warps=cut.warps, **following(x.device),
         **told, **in_parts(x, tiles, parts, cut.outputs * block_rows),
     )  # fmt: skip
     return stored
 
 
-def vectors_cut(outputs: int, inputs: int) -> Cut:
-    """Few outputs to a program, so that all processors end together."""
-    return Cut(8, 512, 1, 1) if outputs >= 8192 else Cut(4, 512, 2, 3)
+def vector_cut(outputs: int, inputs: int) -> Cut:
+    """Few outputs to a program, so that all processors end together, and many of the weights of these ahead."""
+    return Cut(4, 256, 1, 5) if outputs >= 8192 else Cut(4, 512, 2, 4)
 
 
 def product_cut(outputs: int, inputs: int) -> Cut:
@@ -174,6 +188,6 @@ def projected_rows(x: Input, weight: Tensor | Chunks, taps: Tensor, rows: Rows, 
 def _made(x: Input, work: Work) -> Stored:
     if isinstance(work.weight, Chunks):
         return quant.made(x, work)
-    if len(x) <= VECTORS:
-        return vectors(x, work, vectors_cut(*work.weight.shape))
+    if len(x) == 1:
+        return vector(x, work, vector_cut(*work.weight.shape))
     return product(x, work, product_cut(*work.weight.shape))

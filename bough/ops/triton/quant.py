@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bough.ops.deferred import Input
 from bough.ops.quant import Chunks
+from bough.ops.triton.follow import follow, following, lead
 from bough.ops.triton.rest import Stored, Work, ask, finish, gathered, in_parts, noted, outputs_at, prepared
 
 ROWS = 64  # up to which the weights are read as they are
@@ -49,14 +50,23 @@ def _weights_at(data, steps, output, chunk, every: tl.constexpr, group: tl.const
 
 
 @triton.jit
-def _loaded(
-    words, steps, start, chunk, every: tl.constexpr, group: tl.constexpr, bits: tl.constexpr, ragged: tl.constexpr
+def _loaded(words, steps, start, chunk, end, group: tl.constexpr, bits: tl.constexpr):
+    """Words and steps of the chunks from start on. Zeros from the end on."""
+    inside = (start + chunk < end)[:, None, None, None]
+    word = tl.load(words + start * WORDS, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    return word, tl.load(steps + start // group * (8 // bits), mask=inside, other=0)
+
+
+@triton.jit
+def _ahead(
+    words, steps, start, chunk, end, chunks: tl.constexpr, ahead: tl.constexpr, group: tl.constexpr, bits: tl.constexpr
 ):
-    """Words and steps of the chunks from start on. Zeros past the last."""
-    inside = (start + chunk < every)[:, None, None, None] if ragged else None
-    other = 0 if ragged else None
-    word = tl.load(words + start * WORDS, mask=inside, other=other).to(tl.uint32, bitcast=True)
-    return word, tl.load(steps + start // group * (8 // bits), mask=inside, other=other)
+    """The same so many times."""
+    some = _loaded(words, steps, start, chunk, end, group, bits)
+    for time in tl.static_range(1, ahead):
+        some += _loaded(words, steps, start + time * chunks, chunk, end, group, bits)
+    tl.debug_barrier()  # else the compiler would load when they are used, for which it needs fewer registers
+    return some
 
 
 @triton.jit
@@ -125,7 +135,7 @@ def _plain_vector(
 ):  # fmt: skip
     """The products of one row with some of the weights that have not been quantised."""
     first, row = coded + tile * block, tl.arange(0, 1)
-    output = outputs_at(first, outputs, block, False).to(tl.int64)
+    output = outputs_at(first + tl.arange(0, block), outputs, False).to(tl.int64)
     needed = ask(rest, first, row, 1, outputs, block, measured, kernel)
     sums = tl.zeros([block, span // 8], tl.float32)
     for start in tl.range(0, inputs, span, num_stages=1):
@@ -134,39 +144,40 @@ def _plain_vector(
         seen = tl.load(x + at, mask=at < inputs, other=0.0).to(tl.float32)
         sums += tl.sum(tl.reshape(some * seen, [block, span // 8, 8]), 2)
     total = tl.sum(sums, 1)[:, None]
-    finish(total, needed, rest, output, out, first, row, 1, outputs, inputs, block, kernel, None)
+    finish(total, needed, rest, out, first, row, 1, outputs, inputs, block, kernel, None)
 
 
 @triton.jit
 def _vector(
     x, data, steps, plain, out, rest, outputs, coded, inputs: tl.constexpr, measured: tl.constexpr,
     kernel: tl.constexpr, group: tl.constexpr, bits: tl.constexpr, block: tl.constexpr, chunks: tl.constexpr,
-    ahead: tl.constexpr, warps: tl.constexpr, activation: tl.constexpr,
+    ahead: tl.constexpr, warps: tl.constexpr, activation: tl.constexpr, follows: tl.constexpr,
 ):  # fmt: skip
+    lead(follows)
     every: tl.constexpr = inputs * bits // 128
     ragged: tl.constexpr = every % (chunks * ahead) != 0
     abreast: tl.constexpr = 32 * warps // chunks  # outputs of which the threads load chunks at once
     tile, tiles, row = tl.program_id(0), tl.cdiv(coded, block), tl.arange(0, 1)
     if plain is None or tile < tiles:
         first = tile * block
-        output = outputs_at(first, coded, block, activation is not None).to(tl.int64)
-        needed = ask(rest, first, row, 1, outputs, block, measured, kernel)
+        output = outputs_at(first + tl.arange(0, block), coded, activation is not None).to(tl.int64)
         chunk = tl.arange(0, chunks)
         placed = tl.reshape(output, [abreast, block // abreast])
         words, each = _weights_at(data, steps, placed, chunk, every, group, bits)
+        some = _ahead(words, each, 0, chunk, every, chunks, ahead, group, bits)
+        follow(follows)
+        needed = ask(rest, first, row, 1, outputs, block, measured, kernel)
         seen = _inputs_at(x + tl.zeros([abreast], tl.int32), chunk, bits)
         sums = tl.zeros([chunks, abreast, block // abreast], tl.float32)
         for start in tl.range(0, every, chunks * ahead, num_stages=1):
-            some = _loaded(words, each, start, chunk, every, group, bits, ragged)
-            for time in tl.static_range(1, ahead):
-                some += _loaded(words, each, start + time * chunks, chunk, every, group, bits, ragged)
-            tl.debug_barrier()  # else the compiler would load later, to use fewer registers
             for time in tl.static_range(ahead):
                 word, scales, at = some[2 * time], some[2 * time + 1], start + time * chunks
                 sums += _summed(seen, at, chunk, word, scales, bits, every, ragged)
+            some = _ahead(words, each, start + chunks * ahead, chunk, every, chunks, ahead, group, bits)
         total = tl.reshape(tl.sum(sums, 0), [block, 1])
-        finish(total, needed, rest, output, out, first, row, 1, outputs, inputs, block, kernel, activation)
+        finish(total, needed, rest, out, first, row, 1, outputs, inputs, block, kernel, activation)
     elif plain is not None:  # as many bytes of these
+        follow(follows)
         _plain_vector(
             x, plain, out, rest, tile - tiles, outputs, coded, inputs, measured, kernel, block // 4, 1024 * warps
         )  # fmt: skip
@@ -213,32 +224,33 @@ def _product(
     x, data, steps, plain, out, rest, partial, arrived, rows, outputs, coded, x_stride, inputs: tl.constexpr,
     measured: tl.constexpr, kernel: tl.constexpr, group: tl.constexpr, bits: tl.constexpr, part: tl.constexpr,
     parts: tl.constexpr, block: tl.constexpr, block_rows: tl.constexpr, chunks: tl.constexpr, ahead: tl.constexpr,
-    activation: tl.constexpr,
+    activation: tl.constexpr, follows: tl.constexpr,
 ):  # fmt: skip
+    lead(follows)
     every: tl.constexpr = inputs * bits // 128
     size: tl.constexpr = 128 // bits
     ragged: tl.constexpr = every % part != 0
     first, low = tl.program_id(0) * block, tl.program_id(1) * part
-    output = outputs_at(first, outputs, block, activation is not None).to(tl.int64)
+    output = outputs_at(first + tl.arange(0, block), outputs, activation is not None).to(tl.int64)
     row = tl.arange(0, block_rows)
     line = tl.minimum(row, rows - 1) * x_stride
     sums = tl.zeros([block, block_rows], tl.float32)
     if plain is None or first < coded:
-        chunk = tl.arange(0, chunks)
+        chunk, end = tl.arange(0, chunks), tl.minimum(low + part, every)
         words, each = _weights_at(data, steps, output[:, None], chunk, every, group, bits)
+        some = _ahead(words, each, low, chunk, end, chunks, ahead, group, bits)
+        follow(follows)
         seen = _inputs_at(x + line, chunk, bits)
         for start in tl.range(low, low + part, chunks * ahead, num_stages=1):
-            some = _loaded(words, each, start, chunk, every, group, bits, ragged)
-            for time in tl.static_range(1, ahead):
-                some += _loaded(words, each, start + time * chunks, chunk, every, group, bits, ragged)
-            tl.debug_barrier()  # as above
             for time in tl.static_range(ahead):
                 word, scales, at = some[2 * time], some[2 * time + 1], start + time * chunks
                 sums = _multiplied(sums, seen, at, chunk, word, scales, bits, every, ragged)
+            some = _ahead(words, each, start + chunks * ahead, chunk, end, chunks, ahead, group, bits)
         if x.dtype.element_ty != tl.float16:
             sums *= 1.0 / LOW
     elif plain is not None:
         beside = plain + (output - coded)[:, None] * inputs
+        follow(follows)
         sums = _plain_product(sums, x + line[None, :], beside, low * size, (low + part) * size, inputs)
     last = True
     if parts > 1:
@@ -247,7 +259,7 @@ def _product(
         needed = ask(rest, first, row, rows, outputs, block, measured, kernel)  # now that registers are free for it
         if parts > 1:
             sums = gathered(partial, block, block_rows, parts)
-        finish(sums, needed, rest, output, out, first, row, rows, outputs, inputs, block, kernel, activation)
+        finish(sums, needed, rest, out, first, row, rows, outputs, inputs, block, kernel, activation)
 
 
 @triton.jit
@@ -260,7 +272,7 @@ def _expand(
     chunk, start = tl.arange(0, chunks), tl.program_id(1) * chunks
     place = tl.minimum(output, outputs - 1).to(tl.int64)
     words, each = _weights_at(data, steps, place[:, None], chunk, every, group, bits)
-    word, each = _loaded(words, each, start, chunk, every, group, bits, True)
+    word, each = _loaded(words, each, start, chunk, every, group, bits)
     step, shift = _scale(each, bits)
     chunk += start
     step, shift = (step * (INTEGER * LOW))[:, :, :, None], (shift * LOW)[:, :, :, None]
@@ -282,12 +294,10 @@ def made(x: Input, work: Work) -> Stored:
 
 def vector_cut(outputs: int, chunks: int) -> Cut:
     """A thread multiplies each input with the weights of four outputs, and many threads of few outputs share them."""
-    if outputs >= 8192:
-        each, ahead = 16 if chunks % 32 == 16 else 32, 3 if outputs < 16384 else 5
-        return Cut(128 // each, each, min(ahead, triton.cdiv(chunks, each)), registers=168)
-    if chunks % 192 == 0:
-        return Cut(4, 64, 3, 2)
-    return Cut(4, 128, 2 if chunks % 256 == 0 else 1, 4)
+    if outputs < 8192:
+        return Cut(4, 64, min(3, triton.cdiv(chunks, 64)), 2)
+    each = 16 if chunks % 32 == 16 else 32
+    return Cut(128 // each, each, min(1 if outputs < 16384 else 5, triton.cdiv(chunks, each)), registers=168)
 
 
 def product_cut(outputs: int, chunks: int, bits: int, rows: int) -> Cut:
@@ -308,7 +318,7 @@ def vector(x: Input, work: Work, cut: Cut) -> Stored:
     x, stored, told = prepared(x, work, tiles)
     _vector[(tiles,)](
         x, out=stored.out, block=cut.outputs, chunks=cut.chunks, ahead=cut.ahead, warps=cut.warps,
-        num_warps=cut.warps, maxnreg=cut.registers, **told, **_told(work.weight),
+        num_warps=cut.warps, maxnreg=cut.registers, **told, **_told(work.weight), **following(x.device),
     )  # fmt: skip
     return stored
 
@@ -323,7 +333,7 @@ def product(x: Input, work: Work, cut: Cut) -> Stored:
     _product[tiles, parts](
         x, out=stored.out, rows=len(x), x_stride=x.stride(0), part=part, block=cut.outputs, block_rows=block_rows,
         chunks=cut.chunks, ahead=cut.ahead, num_warps=cut.warps, maxnreg=cut.registers,
-        **told, **_told(work.weight), **in_parts(x, tiles, parts, cut.outputs * block_rows),
+        **following(x.device), **told, **_told(work.weight), **in_parts(x, tiles, parts, cut.outputs * block_rows),
     )  # fmt: skip
     return stored
 

@@ -59,12 +59,11 @@ class Stored(NamedTuple):
 
 
 @triton.jit
-def outputs_at(first, outputs, block: tl.constexpr, gated: tl.constexpr):
-    """Which outputs [block] a program computes. Those past the last repeat it, and are not stored."""
-    at = tl.arange(0, block)
+def outputs_at(place, outputs, gated: tl.constexpr):
+    """Which outputs programs compute at some places. Those past the last repeat it, and are not stored."""
     if gated:
-        return tl.minimum(first // 2 + at // 2, outputs // 2 - 1) + at % 2 * (outputs // 2)
-    return tl.minimum(first + at, outputs - 1)
+        return tl.minimum(place // 2, outputs // 2 - 1) + place % 2 * (outputs // 2)
+    return tl.minimum(place, outputs - 1)
 
 
 @triton.jit
@@ -93,9 +92,10 @@ def ask(
 
 
 @triton.jit
-def _put(sums, bias, output, out, first, row, rows, outputs, block: tl.constexpr, activation: tl.constexpr):
+def _put(sums, bias, out, first, row, rows, outputs, block: tl.constexpr, activation: tl.constexpr):
     """Stores sums [block, R] of the rows [R], rounded as product, activation and what it gates are one by one."""
     if bias is not None:
+        output = outputs_at(first + tl.arange(0, block), outputs, activation is not None)
         sums += tl.load(bias + output).to(tl.float32)[:, None]
     sums = sums.to(out.dtype.element_ty)
     if activation is None:
@@ -140,8 +140,8 @@ def _convolved(
 
 @triton.jit
 def finish(
-    sums, needed, rest, output, out, first, row, rows, outputs, inputs: tl.constexpr, block: tl.constexpr,
-    kernel: tl.constexpr, activation: tl.constexpr,
+    sums, needed, rest, out, first, row, rows, outputs, inputs: tl.constexpr, block: tl.constexpr, kernel: tl.constexpr,
+    activation: tl.constexpr,
 ):  # fmt: skip
     """Does the rest with the sums [block, R] of the rows [R], and stores what comes of it."""
     squares, there, scale, tails, taps = needed
@@ -150,7 +150,7 @@ def finish(
     if rest.taps is not None:
         sums = _convolved(sums, tails, taps, rest, out.dtype.element_ty, first, row, rows, block, kernel)
     if rest.onto is None:
-        _put(sums, rest.bias, output, out, first, row, rows, outputs, block, activation)
+        _put(sums, rest.bias, out, first, row, rows, outputs, block, activation)
     else:
         _put_onto(sums, there, scale, rest, out, first, row, rows, outputs, block)
 
