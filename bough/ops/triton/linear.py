@@ -5,9 +5,9 @@ A program computes some outputs of all rows. Of few outputs that would make too 
 each reads a part of the inputs, and whichever of an output's programs is done last adds up what all of them wrote
 down, always in the same order. Results do not depend on timing.
 
-One row leaves registers free, and its programs ask for weights before the row is there (follow.py). Programs of several
-take so much of a processor that those of the next launch would gather where they first find room, and so wait for one
-another: they lead to the next when they have read all.
+Programs of one row are small, and ask for weights before the row is there (follow.py). Programs of several take so much
+of a processor that those of the next launch would gather where they first find room, and so wait for one another: they
+lead to the next when they have read all.
 """
 
 from typing import NamedTuple
