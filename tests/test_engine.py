@@ -166,6 +166,7 @@ def test_context_limit_ends_with_length(engine):
         ([], EmptyPrompt),
         ([0, 10**6], TokenOutOfRange),
         ([-1], TokenOutOfRange),
+        ([2**32 + 5], TokenOutOfRange),
         ([1.5], TokenOutOfRange),
         ([5] * 513, PromptTooLong),
         (["the", ""], EmptyPrompt),

@@ -480,6 +480,16 @@ def test_misused_transactions():
     check(model, state, (*tokens, 1, 2))
 
 
+def test_a_transaction_that_is_fed_nothing_beside_a_long_row():
+    model, tokens = toy(5), text(12)
+    pool = pool_of(model, 4)
+    state, other = grown(model, pool, tokens), State(pool)
+    with state.begin():
+        feed(model, (state, ()), (other, text(20)))
+    check(model, state, tokens)
+    check(model, other, text(20))
+
+
 def test_a_commit_without_recordings_changes_nothing():
     model, tokens = toy(5), text(12)
     pool = pool_of(model, 4)

@@ -142,7 +142,7 @@ class PrefixCache:
 
     def is_here(self, match: Match) -> bool:
         """Whether all that it takes is on the device by now. What could not be read is not, nor what waited for it."""
-        if not match.loads:
+        if not match.loads and (match.pinned is not None or not match.resumable):
             return True  # it was when it was found
         walk = self.tree.match(match.salt, match.tokens)
         return match.ready and self.resume(walk, match.resumable, everywhere=False)[0] == match.resumable

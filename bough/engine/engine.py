@@ -236,11 +236,7 @@ class Engine:
         return tokens
 
     def _expect_known(self, tokens: TokenIds) -> None:
-        try:
-            known = tokens.symbols.min() >= 0 and tokens.symbols.max() < self.model.vocab_size
-        except OverflowError:
-            known = False
-        if not known:
+        if min(tokens) < 0 or max(tokens) >= self.model.vocab_size:
             wrong = next(token for token in tokens if not 0 <= token < self.model.vocab_size)
             raise TokenOutOfRange(f"token {wrong} is not in the vocabulary of {self.model.vocab_size} tokens")
 

@@ -72,6 +72,7 @@ class Lfm2(Layered):
 
     def _layer(self, weights: Weights, index: int, layer_type: str) -> Layer:
         prefix, config, hidden = f"model.layers.{index}", self.config, self.hidden_size
+        mixer_norm, mlp_norm = (self._norm(weights, f"{prefix}.{each}_norm", hidden) for each in ("operator", "ffn"))
         mixer: Attention | Convolution
         if layer_type == FULL:
             mixer = Attention(
@@ -89,5 +90,4 @@ class Lfm2(Layered):
         else:
             mixer = Convolution(config, weights, f"{prefix}.conv", index)
         mlp = GatedMLP(weights, f"{prefix}.feed_forward", hidden, mlp_width(config), names=("w1", "w3", "w2"))
-        mixer_norm, mlp_norm = (self._norm(weights, f"{prefix}.{each}_norm", hidden) for each in ("operator", "ffn"))
         return Layer(mixer_norm, mixer, mlp_norm, mlp)

@@ -29,6 +29,7 @@ class Llama(Layered):
 
     def _layer(self, weights: Weights, index: int, window: int | None) -> Layer:
         prefix, config, head_dim = f"model.layers.{index}", self.config, self.config.head_size
+        norms = [self._norm(weights, f"{prefix}.{each}_layernorm", self.hidden_size) for each in NORMS]
         attention = Attention(
             weights,
             f"{prefix}.self_attn",
@@ -51,5 +52,4 @@ class Llama(Layered):
             activation(config.get("hidden_act", "silu")),
             bias=config.get("mlp_bias", False),
         )
-        norms = [self._norm(weights, f"{prefix}.{each}_layernorm", self.hidden_size) for each in NORMS]
         return Layer(norms[0], attention, norms[1], mlp)

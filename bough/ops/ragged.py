@@ -173,7 +173,7 @@ class Slots:
         elif rows.are_short:
             self.recording.inputs = tuple(each.clone() for each in inputs)  # what they are part of need not be kept
         else:
-            kept = [slice(start, end) for row, start, end in rows if self.recorded[row]]
+            kept = [slice(start, end) for row, start, end in rows if self.recorded[row]] or [slice(0)]
             self.recording.inputs = tuple(torch.cat([each[tokens] for tokens in kept]) for each in inputs)
 
     def cuts_of(self, row: int, rows: Rows) -> dict[int, int]:
