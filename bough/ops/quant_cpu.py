@@ -19,39 +19,39 @@ GROUPS = (32, 64, 128, 256)  # that the op knows
 
 @dataclass(frozen=True)
 class Planes:
-    """A matrix [out, in] as one plane of 4 bits, or two: the high halves of all rows and then the low ones.
+    """A matrix [out, in] as one plane of 4 bits, or two side by side: each row's high halves and then its low ones.
 
-    data: as the op has it. scales: [groups, planes · out, 2], scale and zero in bfloat16.
+    data: as the op has it. scales: [planes · groups, out, 2], scale and zero in bfloat16.
     """
 
     data: Tensor
     scales: Tensor
     shape: tuple[int, int]
+    count: int  # of planes
 
     @property
     def group(self) -> int:
-        return self.shape[1] // self.scales.shape[0]
+        return self.shape[1] * self.count // self.scales.shape[0]
 
     def product(self, x: Tensor) -> Tensor:
         """x [T, in] · weightᵀ."""
-        out, rows = self.shape[0], self.scales.shape[1]
-        if not 0 < len(x) <= FEW * out // rows:
+        if not 0 < len(x) <= FEW // self.count:
             return self._expanding(x)
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.data, self.group, self.scales)
-        return y if rows == out else y[:, :out] + y[:, out:]
+        each = x.contiguous() if self.count == 1 else x.repeat(1, self.count)  # so the op adds the planes up, unrounded
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(each, self.data, self.group, self.scales)
 
     def _expanding(self, x: Tensor) -> Tensor:
         """The same by ordinary products with some blocks of outputs at a time, each expanded as [in, out]."""
-        (out, inputs), groups, width = self.shape, len(self.scales), block_rows()
+        (out, inputs), groups, width = self.shape, self.shape[1] // self.group, block_rows()
         blocks, step = out // width, max(1, TILE // (inputs * width))
-        data = self.data.view(-1, blocks, groups, self.group, width // 2)
-        by_block = self.scales[:, -out:].view(groups, blocks, 1, width, 2).permute(4, 1, 0, 2, 3)
+        data = self.data.view(blocks, self.count, groups, self.group, width // 2)
+        by_block = self.scales[-groups:].view(groups, blocks, 1, width, 2).permute(4, 1, 0, 2, 3)
         scale, zero = by_block.float().contiguous()  # [blocks, groups, 1, width]
-        zero = zero - (8 if len(data) == 1 else 136) * scale  # that of the low plane has 8 more in it
+        zero = zero - (8 if self.count == 1 else 136) * scale  # that of the low plane has 8 more in it
         y = x.new_empty(len(x), out)
         for at in range(0, blocks, step):
             some = slice(at, at + step)
-            codes = unpacked(data[-1, some]) if len(data) == 1 else joined(data[0, some], data[1, some])
+            codes = unpacked(data[some, 0]) if self.count == 1 else joined(data[some, 0], data[some, 1])
             weight = torch.addcmul(zero[some], codes.float(), scale[some]).flatten(1, 2)  # [blocks, in, width]
             tile = x.new_empty(inputs, len(weight), width).copy_(weight.transpose(0, 1))
             torch.mm(x, tile.flatten(1), out=y[:, at * width : at * width + tile.shape[1] * width])
@@ -74,13 +74,13 @@ def planes(weight: Quantised) -> Planes | None:
     width = block_rows()
     if weight.scale.dtype != torch.bfloat16 or weight.group not in GROUPS or not width or out % width:
         return None
-    codes, scale, zero = weight.codes(), weight.scale, weight.zero
+    codes, scale, zero, count = weight.codes(), weight.scale, weight.zero, 1
     if zero is None:
-        offset = codes.to(torch.int16) + 128
-        codes = torch.cat([offset >> 4, offset & 15])
-        scale, zero = torch.cat([16 * scale, scale]), torch.cat([torch.zeros_like(scale), 8 * scale])
+        offset, count = codes.to(torch.int16) + 128, 2
+        codes = torch.cat([offset >> 4, offset & 15], 1)
+        scale, zero = torch.cat([16 * scale, scale], 1), torch.cat([torch.zeros_like(scale), 8 * scale], 1)
     scales = torch.stack([scale.T, zero.T], -1).contiguous()
-    return Planes(_packed(codes.flatten(-2)), scales, (out, inputs))
+    return Planes(_packed(codes.flatten(-2)), scales, (out, inputs), count)
 
 
 def _packed(codes: Tensor) -> Tensor:
