@@ -17,11 +17,10 @@ from torch import Tensor
 from bough.ops.delta import DeltaLayer, split_heads
 from bough.ops.ragged import Carried, Owed, Rows, Slots, close_slots, open_slots
 from bough.ops.spans import FEW
-from bough.ops.triton.chunks import advance_long, chunk_tokens
+from bough.ops.triton.chunks import EPS, advance_long, chunk_tokens
 from bough.ops.triton.norm import rms_norm_gated
 from bough.ops.triton.plan import plan
 
-EPS = tl.constexpr(1e-6)  # under the root of q's and k's length
 GATES = 1024  # that a program makes
 OWED = tl.constexpr(triton.next_power_of_2(FEW))  # tokens, or fewer, that a row owes
 CARRIED = 4096  # numbers of a state that a warp carries

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from bough.ops.ragged import Replayed, ReplayedRow
+from bough.ops.triton.chunks import EPS
 
-EPS = tl.constexpr(1e-6)  # under the root of k's length
 CARRIED = 2048  # numbers that a warp carries
 CHANNELS = 512
 
