@@ -20,7 +20,7 @@ from bough.engine.load import Loaded
 from bough.models import rounding
 from bough.models.config import ModelConfig
 from bough.models.load import build_model
-from bough.models.quantize import SCHEMES, _bits
+from bough.models.quantize import SCHEMES, policy
 from bough.models.shards import Entry, write_json, write_shards
 
 if TYPE_CHECKING:
@@ -78,11 +78,11 @@ def quantised(drawn: Mapping[str, Tensor], scheme: str, *, tiny: bool = False) -
     """The same weights in fewer bits, rounded on their device as `bough create --quantize` would."""
     rounding.PIECE = 1 << 26  # what fits a processor's cache is far too little for a GPU
     made: dict[str, Tensor] = {}
-    for name, bits in _bits(Kept(drawn, "memory"), ModelConfig(fields(tiny=tiny)), SCHEMES[scheme]):
+    for name, source, bits in policy(Kept(drawn, "memory"), ModelConfig(fields(tiny=tiny)), SCHEMES[scheme]):
         if bits is None:
-            made[name] = drawn[name]
+            made[name] = drawn[source]
             continue
-        weight = rounding.quantised(drawn[name], bits)
+        weight = rounding.quantised(drawn[source], bits)
         made |= {name: weight.data, f"{name}.scale": weight.scale}
         if weight.zero is not None:
             made[f"{name}.zero"] = weight.zero

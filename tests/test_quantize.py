@@ -128,9 +128,8 @@ def test_bfloat16_is_as_far_from_float32_as_it_is_without(tmp_path, scheme):
     plain, tokens = expanded(small, tmp_path / "plain"), random_tokens(6144, 60, seed=1)
     exact = logits_of(load_model(plain, dtype="float32"), tokens, ())
     model = load_model(small)
-    assert isinstance(model.layers[0].mlp.down.weight, Planes) and isinstance(
-        model.layers[0].mixer.inputs.weight, Parts
-    )
+    assert isinstance(model.layers[0].mlp.down.weight, Planes) and isinstance(model.head, Planes)
+    assert isinstance(model.layers[0].mixer.inputs.weight, Parts)
     theirs = (logits_of(load_model(plain, dtype="bfloat16"), tokens, ()).float() - exact).abs().mean()
     for pieces in ((), (1,) * 40):
         assert (logits_of(model, tokens, pieces).float() - exact).abs().mean() < 1.5 * theirs
@@ -270,7 +269,8 @@ def test_bits_per_weight(tmp_path):
         spared = sum(
             size / 2 for name, size in sizes.items() if re.search(r"embed|norm|conv1d|_[ab]\.|A_log|dt_b", name)
         )
-        assert math.isclose(found, (16 * spared + each * (weights - spared)) / weights, rel_tol=0.01)
+        head = (8 + 16 / 64) * sizes["model.embed_tokens.weight"] / 2
+        assert math.isclose(found, (16 * spared + each * (weights - spared) + head) / weights, rel_tol=0.01)
 
 
 def test_several_shards(tmp_path, llama_folder, monkeypatch):

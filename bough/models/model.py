@@ -40,7 +40,8 @@ class Model(ABC):
         self.extra = weights.take(self.kept) if self.kept else {}
 
     def _head(self, tied: bool, weights: Weights) -> Tensor | Quantised:
-        """The embedding where it is tied. A file may repeat it as the head; one that differs was trained apart."""
+        """The embedding where it is tied. A file may repeat it as the head; one that differs was trained apart, or is
+        the embedding in fewer bits."""
         name = "lm_head.weight"
         if tied and (name not in weights or weights.repeats(name, self.embedding)):
             return self.embedding

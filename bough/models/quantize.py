@@ -20,8 +20,8 @@ from torch import Tensor
 from bough.errors import BadWeights, ModelError, OptionError
 from bough.models.config import QUANT_METHOD, QUANT_VERSION, ModelConfig
 from bough.models.gguf import GGUFFile, gguf_tokenizer
-from bough.models.load import FAMILIES, family_of
-from bough.models.rounding import GROUPS, group_of, quantised
+from bough.models.load import FAMILIES, family_of, name_in_language_model
+from bough.models.rounding import GROUPS, PIECE, group_of, quantised
 from bough.models.shards import Entry, write_json, write_shards
 from bough.models.weights import AGAIN, SafetensorsFolder, Source
 
@@ -29,7 +29,7 @@ SCHEMES = {"int8": 8, "int4": 4}  # bits a weight
 
 # Tensors that stay as they are, by what is in their names, and why. What is no matrix stays too.
 SPARED = {
-    r"embed_tokens": "embeddings are looked up, not multiplied with, and most are the head too",
+    r"embed_tokens": "embeddings are looked up, not multiplied with",
     r"^mtp\.lm_head\.": "the rare head of a draft's own, which decides what it guesses",
     r"masked_embedding\.": "the clusters of a head: few rows, which decide what tokens are scored at all",
     r"norm": "few numbers that scale everything",
@@ -39,7 +39,9 @@ SPARED = {
     r"mlp\.gate\.|router\.": "routers: the wrong expert is no small error",
     r"visual\.|vision_tower|audio_tower|embed_vision|embed_audio": "other senses, which are not run",
 }
-HEAD = r"^(language_model\.)?lm_head\.weight$"  # of 8 bits in any scheme if it is not the embedding
+HEAD = r"^(language_model\.)?lm_head\.weight$"  # of 8 bits in any scheme
+# Where one is the other, the other is written too, if that takes less than all else has saved.
+EMBEDDING, OWN_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MATRIX = r"\.weight$|\.experts\.(gate_up|down)_proj$"
 SMALL = 1 << 20  # elements; what is spared and larger is written in bfloat16
 CARRIED = re.compile(r".*\.(json|jinja|txt|model|md)|LICENSE.*|NOTICE.*", re.IGNORECASE)
@@ -55,7 +57,7 @@ def quantize(source: Path, target: Path, scheme: str, *, progress: Callable[[int
     if os.path.lexists(target):
         raise ModelError(f"{target} is there already; give a path where there is nothing, or remove it")
     tensors, config = _open(source)
-    plans = [_plan(tensors, name, bits) for name, bits in _bits(tensors, config, SCHEMES[scheme])]
+    plans = [_plan(tensors, *each) for each in policy(tensors, config, SCHEMES[scheme])]
     entries = [entry for plan in plans for entry in plan.entries]
     done, total = 0, sum(entry.nbytes for entry in entries)
 
@@ -79,22 +81,52 @@ def quantize(source: Path, target: Path, scheme: str, *, progress: Callable[[int
 
 
 def bits_per_weight(folder: Path) -> float:
-    """What a weight takes on average, scales and zeros included, in a model folder, quantised or not."""
+    """What a weight takes on average in a model folder, quantised or not.
+
+    Scales and zeros take room and are no weights, nor is a head that has been made from the embedding.
+    """
     tensors = SafetensorsFolder(folder)
     names = set(tensors.names())
+    tied = _is_tied(ModelConfig.from_folder(folder))
     weights = sum(
         math.prod(tensors.shape(name)) * (2 if f"{name}.zero" in names else 1)
         for name in names
         if name.removesuffix(".scale").removesuffix(".zero") not in names - {name}
+        and not (tied and re.search(HEAD, name) and f"{name}.scale" in names)
     )
     return 8 * sum(map(tensors.nbytes, names)) / weights
+
+
+def policy(tensors: Source, config: ModelConfig, bits: int) -> Iterator[tuple[str, str, int | None]]:
+    """Each tensor that is written, the one that it is made from, and its bits a weight; None where it stays itself."""
+    names = list(tensors.names())
+    tied, saved = _is_tied(config) and not any(re.search(HEAD, name) for name in names), 0
+    for name in names:
+        shape = tensors.shape(name)
+        wanted: int | None = bits
+        if re.search(HEAD, name):
+            wanted = 8 if config.get("model_type") in FAMILIES else None
+        elif not re.search(MATRIX, name) or any(re.search(pattern, name) for pattern in SPARED):
+            wanted = None
+        wanted = wanted if wanted and _has_groups(shape, wanted) else None
+        saved += (16 - wanted) * math.prod(shape) if wanted else 0
+        yield name, name, wanted
+    for name in names:
+        shape = tensors.shape(name)
+        if (
+            tied
+            and name_in_language_model(name) == EMBEDDING
+            and _has_groups(shape, 8)
+            and 8 * math.prod(shape) < saved
+        ):
+            yield OWN_HEAD, name, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What becomes of a tensor: so many bits a weight and their scales, or (None) itself."""
 
-    name: str
+    source: str
     bits: int | None
     entries: tuple[Entry, ...]
 
@@ -111,36 +143,30 @@ def _open(source: Path) -> tuple[Source, ModelConfig]:
     return SafetensorsFolder(source), config
 
 
-def _bits(tensors: Source, config: ModelConfig, bits: int) -> Iterator[tuple[str, int | None]]:
-    """Each tensor with its bits."""
-    own_head = config.get("model_type") in FAMILIES and not config.text.over(family_of(config).defaults).get(
-        "tie_word_embeddings", False
-    )
-    for name in tensors.names():
-        shape = tensors.shape(name)
-        wanted: int | None = bits
-        if re.search(HEAD, name):
-            wanted = 8 if own_head else None
-        elif not re.search(MATRIX, name) or any(re.search(pattern, name) for pattern in SPARED):
-            wanted = None
-        if wanted and (len(shape) < 2 or group_of(shape[-1], wanted) is None):
-            wanted = None
-        yield name, wanted
+def _is_tied(config: ModelConfig) -> bool:
+    """Whether the embedding is the head too. What is no model by itself has no head in this sense."""
+    if config.get("model_type") not in FAMILIES:
+        return False
+    return config.text.over(family_of(config).defaults).get("tie_word_embeddings", False)
 
 
-def _plan(tensors: Source, name: str, bits: int | None) -> Plan:
-    shape = tensors.shape(name)
+def _has_groups(shape: tuple[int, ...], bits: int) -> bool:
+    return len(shape) > 1 and group_of(shape[-1], bits) is not None
+
+
+def _plan(tensors: Source, name: str, source: str, bits: int | None) -> Plan:
+    shape = tensors.shape(source)
     if bits is None:
-        dtype = torch.bfloat16 if math.prod(shape) > SMALL else tensors.read(name).dtype
-        return Plan(name, bits, (Entry(name, dtype, shape),))
+        dtype = torch.bfloat16 if math.prod(shape) > SMALL else tensors.read(source).dtype
+        return Plan(source, bits, (Entry(name, dtype, shape),))
     *outputs, inputs = shape
     group = group_of(inputs, bits)
     assert group is not None
     scale = Entry(f"{name}.scale", torch.bfloat16, (*outputs, inputs // group))
     if bits == 8:
-        return Plan(name, bits, (Entry(name, torch.int8, shape), scale))
+        return Plan(source, bits, (Entry(name, torch.int8, shape), scale))
     zero = Entry(f"{name}.zero", torch.bfloat16, scale.shape)
-    return Plan(name, bits, (Entry(name, torch.uint8, (*outputs, inputs // 2)), scale, zero))
+    return Plan(source, bits, (Entry(name, torch.uint8, (*outputs, inputs // 2)), scale, zero))
 
 
 def _read(tensors: Source, plans: Iterable[Plan]) -> Iterator[Tensor]:
@@ -150,13 +176,18 @@ def _read(tensors: Source, plans: Iterable[Plan]) -> Iterator[Tensor]:
 
 
 def _made(tensors: Source, plan: Plan) -> list[Tensor]:
-    tensor = tensors.read(plan.name)
+    tensor = tensors.read(plan.source)
     if plan.bits is None:
         return [tensor.to(plan.entries[0].dtype)]
-    if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
-        raise BadWeights(f"{plan.name} in {tensors.where} holds what is no finite number; {AGAIN}")
+    if not tensor.is_floating_point() or not _is_finite(tensor):
+        raise BadWeights(f"{plan.source} in {tensors.where} holds what is no finite number; {AGAIN}")
     made = quantised(tensor, plan.bits)
     return [each for each in (made.data, made.scale, made.zero) if each is not None]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Looked at in pieces: to look at it all at once takes more memory than the tensor."""
+    return all(bool(torch.isfinite(piece).all()) for piece in tensor.flatten().split(PIECE))
 
 
 def _config(config: ModelConfig, scheme: str) -> dict[str, Any]:

@@ -169,8 +169,12 @@ class Weights:
         return value
 
     def repeats(self, name: str, tensor: Tensor) -> bool:
-        """Whether the source has under this name what was read as `tensor` already; that then counts as used."""
-        same = self.source.shape(self._names[name]) == tuple(tensor.shape) and not tensor.is_meta
+        """Whether the source has under this name what was read as `tensor` already; that then counts as used.
+
+        The same in fewer bits is no repetition.
+        """
+        same = f"{name}.scale" not in self._names and not tensor.is_meta
+        same = same and self.source.shape(self._names[name]) == tuple(tensor.shape)
         same = same and torch.equal(self.source.read(self._names[name]).to(tensor.device, tensor.dtype), tensor)
         if same:
             self._unused.discard(name)

@@ -12,7 +12,7 @@ from torch import Tensor
 from bough.ops.activation import Activation, gated
 from bough.ops.deferred import Addend, Input, Normed, Product, made
 from bough.ops.quant import Chunks, Quantised, chunks, stacked
-from bough.ops.quant_cpu import Planes, planes
+from bough.ops.quant_cpu import Planes, block_rows, planes
 from bough.ops.twins import twins
 
 onednn: Any = torch.backends.mkldnn
@@ -110,8 +110,17 @@ def arranged(weight: Weight) -> Weight:
     if isinstance(weight, Planes | Chunks):
         return weight
     if isinstance(weight, Quantised):
-        return (planes(weight) if weight.device.type == "cpu" else chunks(weight)) or weight
+        return _on_cpu(weight) if weight.device.type == "cpu" else chunks(weight) or weight
     out, inputs = weight.shape
     if weight.dtype == torch.float32 and weight.device.type == "cpu" and out > inputs:
         return weight.T.contiguous().T
     return weight
+
+
+def _on_cpu(weight: Quantised) -> Weight:
+    """Outputs that are no whole block of the op's are few, and better expanded than the reason to expand all."""
+    whole = len(weight.data) - len(weight.data) % (block_rows() or 1)
+    packed = planes(weight[:whole]) if whole else None
+    if packed is None:
+        return weight
+    return packed if whole == len(weight.data) else Parts((packed, weight[whole:].expanded()))

@@ -16,6 +16,7 @@ from bough.ops.twins import twins
 
 TILE = 1 << 19  # weights expanded at a time on CPUs: a tile should stay in the processor's cache
 DEVICE_TILE = 1 << 27  # elsewhere
+HALVES = 8  # of words, in a chunk
 BLOCK = 32  # outputs, of which those that have plain ones beside them must be a multiple
 
 
@@ -72,9 +73,9 @@ class Quantised:
 class Chunks:
     """A matrix [out, in] as the twins on devices read it: 16 bytes at a time, which are inputs next to each other.
 
-    data: int32 [out, words]. Four words are a chunk of 16 or 32 weights; of these the weight 4 · i + j is the i-th code
-    of the word j, from its low bits. Codes of 8 bits have 128 added. steps [out, groups, 1 or 2]: scale, and in 4 bits
-    zero. beside [more, in]: outputs after these, whose weights have not been quantised.
+    data: int16 [out, halves]. Eight halves of a word are a chunk of 16 or 32 weights; of these the weight 8 · i + j is
+    the i-th code of the half j, from its low bits. Codes of 8 bits have 128 added. steps [out, groups, 1 or 2]: scale,
+    and in 4 bits zero. beside [more, in]: outputs after these, whose weights have not been quantised.
     """
 
     data: Tensor
@@ -83,8 +84,8 @@ class Chunks:
 
     @property
     def shape(self) -> tuple[int, int]:
-        out, words = self.data.shape
-        return out + (0 if self.beside is None else len(self.beside)), words * 4 * self.steps.shape[-1]
+        out, halves = self.data.shape
+        return out + (0 if self.beside is None else len(self.beside)), halves * 2 * self.steps.shape[-1]
 
     def __getitem__(self, rows: slice) -> "Chunks":
         """Some of the outputs that have been quantised."""
@@ -92,7 +93,7 @@ class Chunks:
 
     def expanded(self) -> Tensor:
         assert self.beside is None
-        return self._twin().expanded(self.data, self.steps)
+        return self._twin().expanded(self)
 
     def product(self, x: Tensor) -> Tensor:
         """x [T, in] · weightᵀ, of many rows. Those of few are the twins' own."""
@@ -120,12 +121,12 @@ def chunks(weight: Quantised) -> Chunks | None:
 def in_chunks(weight: Quantised) -> Tensor:
     """The data of Chunks."""
     size = 16 if weight.zero is None else 32
-    codes = weight.codes().reshape(weight.shape[0], -1, size // 4, 4).transpose(-1, -2)
+    codes = weight.codes().reshape(weight.shape[0], -1, size // HALVES, HALVES).transpose(-1, -2)
     if weight.zero is None:
         codes = codes.view(torch.uint8) ^ 128
     else:
         codes = codes[..., ::2] | codes[..., 1::2] << 4
-    return codes.contiguous().view(torch.int32).flatten(1)
+    return codes.contiguous().view(torch.int16).flatten(1)
 
 
 def in_steps(weight: Quantised) -> Tensor:

@@ -74,13 +74,22 @@ def planes(weight: Quantised) -> Planes | None:
     width = block_rows()
     if weight.scale.dtype != torch.bfloat16 or weight.group not in GROUPS or not width or out % width:
         return None
-    codes, scale, zero, count = weight.codes(), weight.scale, weight.zero, 1
+    scale, zero, count = weight.scale, weight.zero, 1
     if zero is None:
-        offset, count = codes.to(torch.int16) + 128, 2
-        codes = torch.cat([offset >> 4, offset & 15], 1)
-        scale, zero = torch.cat([16 * scale, scale], 1), torch.cat([torch.zeros_like(scale), 8 * scale], 1)
+        scale, zero, count = torch.cat([16 * scale, scale], 1), torch.cat([torch.zeros_like(scale), 8 * scale], 1), 2
     scales = torch.stack([scale.T, zero.T], -1).contiguous()
-    return Planes(_packed(codes.flatten(-2)), scales, (out, inputs), count)
+    step = max(1, TILE // (inputs * width)) * width  # the op packs from 4 bytes a code, so some blocks at a time
+    data = torch.cat([_packed(_codes(weight[at : at + step])) for at in range(0, out, step)])
+    return Planes(data, scales, (out, inputs), count)
+
+
+def _codes(weight: Quantised) -> Tensor:
+    """The codes [out, planes · in] of the planes, side by side."""
+    codes = weight.codes().flatten(-2)
+    if weight.zero is not None:
+        return codes
+    offset = codes.to(torch.int16) + 128
+    return torch.cat([offset >> 4, offset & 15], 1)
 
 
 def _packed(codes: Tensor) -> Tensor:
