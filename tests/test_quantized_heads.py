@@ -18,6 +18,7 @@ from test_quantize import SCHEMES, expanded, expect_close, logits_of, quantised_
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bough import ops
 from bough.cli import BUNDLED
 from bough.draft.mtp import MTPHead
 from bough.errors import BadWeights
@@ -25,7 +26,6 @@ from bough.models.gemma4_assistant import load_assistant
 from bough.models.load import load_model
 from bough.models.quantize import bits_per_weight
 from bough.models.rounding import quantised
-from bough.ops import Quantised
 from bough.state.live import State
 from bough.store.fit import count, skeleton
 
@@ -58,7 +58,8 @@ def test_every_family(tmp_path, family, scheme):
     assert torch.equal(stored[HEAD], quantised(embedding, 8).data)
     ours = load_model(small, dtype="float32")
     theirs = load_model(expanded(small, tmp_path / "plain"), dtype="float32")
-    assert isinstance(ours.head, Quantised) and torch.equal(theirs.head, ours.head.expanded())
+    assert not isinstance(ours.head, Tensor)
+    expect_close(ops.linear(torch.eye(embedding.shape[1]), ours.head).T, theirs.head, 1e-6)
     tokens = random_tokens(97, 40, seed=3)
     expected = logits_of(theirs, tokens, ())
     expect_close(logits_of(ours, tokens, (17, 1, 1, 5)), expected)
@@ -99,7 +100,7 @@ def test_the_names_of_a_model_with_other_senses(tmp_path, name):
     expected = logits_of(load_model(quantised_to(source, "int8", tmp_path / "plain"), dtype="float32"), tokens, ())
     edit(source, {name.format(each.removeprefix("model.")): value for each, value in tensors_of(source).items()})
     model = load_model(quantised_to(source, "int8", tmp_path / "small"), dtype="float32")
-    assert isinstance(model.head, Quantised) and torch.equal(logits_of(model, tokens, ()), expected)
+    assert not isinstance(model.head, Tensor) and torch.equal(logits_of(model, tokens, ()), expected)
 
 
 def test_an_embedding_that_is_the_codes_of_its_head(tmp_path):
@@ -107,7 +108,15 @@ def test_an_embedding_that_is_the_codes_of_its_head(tmp_path):
     source = tied(_saved("llama", tmp_path / "source"))
     edit(source, {name: value * (name != EMBEDDING) for name, value in tensors_of(source).items()})
     model = load_model(quantised_to(source, "int8", tmp_path / "small"), dtype="float32")
-    assert isinstance(model.head, Quantised)
+    assert not isinstance(model.head, Tensor)
+
+
+@pytest.mark.parametrize(("vocabulary", "has_head"), [(400, True), (4000, False)])
+def test_a_head_that_would_take_more_than_is_saved(tmp_path, vocabulary, has_head):
+    config = LlamaConfig(**{**SMALL, "vocab_size": vocabulary}, num_attention_heads=2, tie_word_embeddings=True)
+    source = save(LlamaForCausalLM(config), tmp_path / "source")
+    small = quantised_to(source, "int8", tmp_path / "small")
+    assert (HEAD in tensors_of(small)) == has_head and bits_per_weight(small) < bits_per_weight(source)
 
 
 def test_an_embedding_without_groups(tmp_path):

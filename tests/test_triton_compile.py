@@ -64,7 +64,7 @@ def compiled(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
     monkeypatch.setattr(JITFunction, "run", compile_alone)
     monkeypatch.setattr(driver, "_active", Device())
-    for module in ("linear", "quant"):  # as on that device
+    for module in ("linear", "quant", "follow"):  # as on that device
         follows = {"follows": True, "launch_pdl": True}
         monkeypatch.setattr(f"bough.ops.triton.{module}.following", lambda device, follows=follows: follows)
     monkeypatch.setattr("bough.ops.triton.quant.has_ptx", lambda device: True)
@@ -125,8 +125,8 @@ def test_steps_of_all_shapes(family, tmp_path, compiled, monkeypatch):
 def test_products_with_quantised_weights(bits, compiled):
     made = chunks(quantised(torch.randn(1024, 1024), bits))
     mixed = made.above(torch.zeros(8, 1024, dtype=torch.bfloat16))
-    silu, taps, tails = torch.nn.functional.silu, torch.zeros(4, 512), torch.zeros(40, 3, 512, dtype=torch.bfloat16)
-    for rows in (1, 9, 40):
+    silu, taps, tails = torch.nn.functional.silu, torch.zeros(4, 512), torch.zeros(20, 3, 512, dtype=torch.bfloat16)
+    for rows in (1, 9, 20):
         x, slots = torch.randn(rows, 1024, dtype=torch.bfloat16), tuple(range(rows))
         for weight in (made, mixed):
             ops.linear(x, weight)

@@ -12,7 +12,7 @@ from torch import Tensor
 from bough.ops.activation import Activation, gated
 from bough.ops.deferred import Addend, Input, Normed, Product, made
 from bough.ops.quant import Chunks, Quantised, chunks, stacked
-from bough.ops.quant_cpu import Planes, block_rows, planes
+from bough.ops.quant_cpu import Planes, Tables, block_rows, planes, tabled
 from bough.ops.twins import twins
 
 onednn: Any = torch.backends.mkldnn
@@ -32,7 +32,7 @@ class Parts:
         return torch.cat([linear(x, part) for part in self.parts], -1)
 
 
-Weight: TypeAlias = Tensor | Quantised | Chunks | Planes | Parts  # a matrix [out, in], whatever it is made of
+Weight: TypeAlias = Tensor | Quantised | Chunks | Planes | Tables | Parts  # a matrix [out, in], whatever it is made of
 
 
 def linear(x: Input, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -107,7 +107,7 @@ def arranged(weight: Weight) -> Weight:
             case (Chunks() as quantised, Tensor() as plain) if (whole := quantised.above(plain)) is not None:
                 return whole
         return Parts(parts)
-    if isinstance(weight, Planes | Chunks):
+    if isinstance(weight, Planes | Tables | Chunks):
         return weight
     if isinstance(weight, Quantised):
         return _on_cpu(weight) if weight.device.type == "cpu" else chunks(weight) or weight
@@ -119,6 +119,8 @@ def arranged(weight: Weight) -> Weight:
 
 def _on_cpu(weight: Quantised) -> Weight:
     """Outputs that are no whole block of the op's are few, and better expanded than the reason to expand all."""
+    if (tables := tabled(weight)) is not None:
+        return tables
     whole = len(weight.data) - len(weight.data) % (block_rows() or 1)
     packed = planes(weight[:whole]) if whole else None
     if packed is None:

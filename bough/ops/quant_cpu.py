@@ -1,12 +1,15 @@
 """Quantised products of few rows on CPUs, where they are a matter of reading the weights once.
 
-torch has an op for that, of weights in 4 bits and rows in bfloat16. An 8-bit weight is 16 · high + low, so two planes
-of 4 bits do for it what one does for the others. The op reads a layout of its own, from which products of many rows
-expand tiles: nothing is kept twice.
+torch has an op for that, of weights in 4 bits and rows in bfloat16. For 8 bits there is another where torch comes with
+FBGEMM: it looks embeddings up, and adds them up with weights. A matrix is a table of those: one for each input, of all
+outputs. The inputs of a group are a bag, the row's values their weights, and the sums of bags are then scaled. Without
+it, an 8-bit weight is 16 · high + low, and two planes of 4 bits do for it what one does for the others.
+
+Both read a layout of their own, from which products of many rows expand tiles: nothing is kept twice.
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -15,6 +18,9 @@ from bough.ops.quant import TILE, Quantised
 
 FEW = 48  # rows, up to which the op is faster with one plane than expanding tiles; half with two
 GROUPS = (32, 64, 128, 256)  # that the op knows
+WIDTH = 256  # outputs of a table: of more, the rows of a bag do not stay near each other
+FEW_BAGS = 12  # rows, up to which bags are faster than expanding tiles
+ADDED = 128  # to codes in a table, which have no sign
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,83 @@ class Planes:
             tile = x.new_empty(inputs, len(weight), width).copy_(weight.transpose(0, 1))
             torch.mm(x, tile.flatten(1), out=y[:, at * width : at * width + tile.shape[1] * width])
         return y
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A matrix [out, in] of 8 bits as tables, which are alike: the last may have more outputs than there are.
+
+    data: uint8 [tables · in, outputs + 8], the last eight bytes being what the op scales by and adds: 1 and −ADDED.
+    scales: [tables, groups, outputs].
+    """
+
+    data: Tensor
+    scales: Tensor
+    shape: tuple[int, int]
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [T, in] · weightᵀ."""
+        (out, inputs), (tables, groups, width), rows = self.shape, self.scales.shape, len(x)
+        if not 0 < rows <= FEW_BAGS:
+            return self._expanding(x)
+        step = min(tables, max(1, TILE // (groups * rows * width)))
+        y = x.new_empty(rows, tables, width)
+        seen = x.float().view(rows, groups, -1).transpose(0, 1).expand(step, -1, -1, -1).flatten()
+        for at in range(0, tables, step):
+            count = min(step, tables - at)
+            places, ends = bags(count, groups, rows, inputs // groups)
+            data = self.data[at * inputs : (at + count) * inputs]
+            sums = looked_up(data, places, ends, seen[: len(places)]).view(count, groups, rows, width)
+            y[:, at : at + count] = sums.mul_(self.scales[at : at + count, :, None]).sum(1).transpose(0, 1)
+        return y.flatten(1)[:, :out]
+
+    def _expanding(self, x: Tensor) -> Tensor:
+        """The same by ordinary products with some tables at a time, each expanded as [in, outputs]."""
+        (out, inputs), (tables, groups, width) = self.shape, self.scales.shape
+        data = self.data.view(tables, groups, -1, width + 8)[..., :width]
+        y, step = x.new_empty(len(x), tables, width), max(1, TILE // (inputs * width))
+        for at in range(0, tables, step):
+            some = slice(at, at + step)
+            weight = (data[some].float() - ADDED).mul_(self.scales[some, :, None]).flatten(1, 2).to(x.dtype)
+            torch.matmul(x, weight, out=y[:, some].transpose(0, 1))
+        return y.flatten(1)[:, :out]
+
+
+def looked_up(table: Tensor, places: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+    """The sums [bags, outputs] in float32 of rows of a table, each with a weight."""
+    op = torch.ops.quantized.embedding_bag_byte_rowwise_offsets
+    sums: Tensor = op(table, places, ends, per_sample_weights=weights, include_last_offset=True)
+    return sums
+
+
+@lru_cache(maxsize=32)  # of up to a megabyte
+def bags(tables: int, groups: int, rows: int, group: int) -> tuple[Tensor, Tensor]:
+    """The inputs [tables · groups · rows · group] in all bags, and where bags end, from 0 on."""
+    places = torch.arange(tables * groups * group, dtype=torch.int32).view(-1, 1, group).expand(-1, rows, -1).flatten()
+    return places, torch.arange(0, len(places) + 1, group, dtype=torch.int32)
+
+
+def tabled(weight: Quantised) -> Tables | None:
+    """The weight as tables; None if these serve nothing here."""
+    (out, inputs), group = weight.shape, weight.group
+    if weight.zero is not None or group < GROUPS[0] or not has_bags():
+        return None
+    tables = -(-out // WIDTH)
+    width = -(-out // tables)
+    data = torch.zeros(tables, inputs, width + 8, dtype=torch.uint8)
+    data[..., width:] = torch.tensor([1.0, -ADDED]).view(torch.uint8)
+    scales = weight.scale.new_zeros(tables, inputs // group, width)
+    for at in range(tables):
+        some = weight[at * width : (at + 1) * width]
+        data[at, :, : len(some.data)] = some.data.T.view(torch.uint8) ^ ADDED
+        scales[at, :, : len(some.data)] = some.scale.T
+    return Tables(data.view(-1, width + 8), scales, (out, inputs))
+
+
+@cache
+def has_bags() -> bool:
+    """Whether the op is there, and fast: elsewhere than in FBGEMM it is no better than expanding tiles."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def unpacked(data: Tensor) -> Tensor:

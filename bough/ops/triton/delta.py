@@ -18,6 +18,7 @@ from bough.ops.delta import DeltaLayer, split_heads
 from bough.ops.ragged import Carried, Owed, Rows, Slots, close_slots, open_slots
 from bough.ops.spans import FEW
 from bough.ops.triton.chunks import EPS, advance_long, chunk_tokens
+from bough.ops.triton.follow import pass_on, passing_on
 from bough.ops.triton.norm import rms_norm_gated
 from bough.ops.triton.plan import plan
 
@@ -118,12 +119,14 @@ def _short_rows(
     rate, dt_bias, scale, q_stride, k_stride, v_stride, a_stride, b_stride, slot_stride, most,
     heads: tl.constexpr, group: tl.constexpr, dk: tl.constexpr, dv: tl.constexpr,
     block_k: tl.constexpr, block_v: tl.constexpr, projected: tl.constexpr, recorded: tl.constexpr,
+    follows: tl.constexpr,
 ):  # fmt: skip
     """a and b are g and β; or, if `projected`, what these are made of. If `recorded`, changes and made g are kept.
 
     Where that is done by turns, keys are kept too, and the state is first moved on, in place, by what the row owes.
     What a token needs is loaded while the one before it is worked on.
     """
+    pass_on(follows)
     row, head = tl.program_id(1), tl.program_id(0) // tl.cdiv(dv, block_v)
     part, ks = tl.program_id(0) % tl.cdiv(dv, block_v), tl.arange(0, block_k)
     vs = part * block_v + tl.arange(0, block_v)
@@ -243,7 +246,7 @@ def advance_short(
         *(gates or (None, None)), dk**-0.5,
         q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), states.stride(0), kept.most,
         heads=heads, group=heads // k_heads, dk=dk, dv=dv, block_k=block_k, block_v=block_v,
-        projected=gates is not None, recorded=kept.changes is not None, num_warps=1,
+        projected=gates is not None, recorded=kept.changes is not None, num_warps=1, **passing_on(v.device, total),
     )  # fmt: skip
 
 

@@ -3,9 +3,9 @@
 
 A step of few rows is a row of short products, and each of them would have memory idle while its programs begin and its
 first weights come. So a product says when the launch after it may begin (`lead`), loads what nothing before it writes,
-and only then waits for all that came before (`follow`). Every kernel that is launched so does both: who waits for the
-launch before it has then waited for all of them. Kernels between products are short, and launched as ever: for them it
-does not pay.
+and only then waits for all that came before (`follow`). Every kernel that is launched so does both, in each of its
+programs: who waits for the launch before it has then waited for all of them. What comes between products loads nothing
+early, but lets the next one begin (`pass_on`), where it is short. Attention is not: what waits beside it is in its way.
 """
 
 from functools import cache
@@ -13,6 +13,8 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+
+SHORT = 16  # tokens, up to which what lies between products lets the next one begin
 
 
 @triton.jit
@@ -27,6 +29,18 @@ def follow(follows: tl.constexpr):
     """From here on all that the launches before have written is there."""
     if follows:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def pass_on(follows: tl.constexpr):
+    """Both, at the beginning of a kernel: programs of the next launch come to wait beside its own."""
+    lead(follows)
+    follow(follows)
+
+
+def passing_on(device: torch.device, tokens: int) -> dict[str, bool]:
+    """What kernels between products are launched with."""
+    return following(device) if tokens <= SHORT else {"follows": False}
 
 
 @cache

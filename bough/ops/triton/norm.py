@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bough.ops.norm import Norm
+from bough.ops.triton.follow import pass_on, passing_on
 
 TILE = 1024  # elements that a program works on, if its row is not longer
 
@@ -35,7 +36,9 @@ def _normed(value, weight, eps, column, dtype: tl.constexpr, width: tl.constexpr
 def _norm(
     x, gate, weight, out, eps, count, x_outer, x_inner, gate_outer, gate_inner,
     heads: tl.constexpr, width: tl.constexpr, block: tl.constexpr, each: tl.constexpr, rounded: tl.constexpr,
+    follows: tl.constexpr,
 ):  # fmt: skip
+    pass_on(follows)
     entry = (tl.program_id(0).to(tl.int64) * each + tl.arange(0, each))[:, None]
     column = tl.arange(0, block)[None, :]
     mask = (entry < count) & (column < width)
@@ -104,5 +107,6 @@ def _launch(x: Tensor, gate: Tensor | None, by: Norm) -> Tensor:
     _norm[(triton.cdiv(tokens * heads, each),)](
         x, gate, by.weight, out, by.eps, tokens * heads, *x.stride()[:2], *(x if gate is None else gate).stride()[:2],
         heads=heads, width=width, block=block, each=each, rounded=by.rounded, num_warps=warps(each * block),
+        **passing_on(x.device, tokens),
     )  # fmt: skip
     return out

@@ -24,7 +24,7 @@ from bough.ops.triton.codes import added, has_ptx, numbers, weights
 from bough.ops.triton.follow import follow, following, lead
 from bough.ops.triton.rest import Stored, Work, ask, finish, gathered, in_parts, noted, outputs_at, prepared
 
-ROWS = 64  # up to which the weights are read as they are
+ROWS = 32  # up to which this is faster than to expand the weights and have torch multiply
 
 
 class Cut(NamedTuple):
