@@ -79,7 +79,8 @@ class Bench:
 
     def decode_floor(self, engine: Engine, rows: int, context: int) -> float:
         """ms to read weights and K and V once, and to read and write slots."""
-        size, layout = engine.model.weight_bytes, engine.layout
+        model, layout = engine.model, engine.layout
+        size = model.weight_bytes - (0 if model.head is model.embedding else model.embedding.nbytes)
         for unit in layout.units:
             size += rows * (unit.nbytes * context // layout.page_tokens if unit.is_page else 2 * unit.nbytes)
         return size / self.run.rate / 1e3

@@ -64,6 +64,7 @@ def test_every_family(tmp_path, family, scheme):
     expected = logits_of(theirs, tokens, ())
     expect_close(logits_of(ours, tokens, (17, 1, 1, 5)), expected)
     assert count(small) == count(source) and skeleton(small).vocab_size == 97
+    assert ours.parameters == load_model(source).parameters
 
     before = load_model(without_head(small), dtype="float32")
     assert before.head is before.embedding

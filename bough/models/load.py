@@ -67,7 +67,7 @@ def build_model(
         progress=progress,
     )
     model = family(config, weights)
-    model.weight_bytes = weights.nbytes
+    model.weight_bytes, model.parameters = weights.nbytes, weights.count
     weights.finish(ignore=model.ignored)
     return model
 

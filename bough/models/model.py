@@ -20,6 +20,7 @@ class Model(ABC):
 
     kinds: Sequence[Kind | None]  # by layer
     weight_bytes: int  # of all tensors read
+    parameters: int
     defaults: Mapping[str, Any] = {}  # what a config.json of the family may leave out
     ignored: str | None = None  # tensors of other senses that a checkpoint may bring along
     kept: str | None = None  # tensors that are loaded as they are for a drafter
@@ -45,7 +46,11 @@ class Model(ABC):
         name = "lm_head.weight"
         if tied and (name not in weights or weights.repeats(name, self.embedding)):
             return self.embedding
-        return weights.matrix(name, (self.vocab_size, self.hidden_size))
+        before = weights.count
+        head = weights.matrix(name, (self.vocab_size, self.hidden_size))
+        if tied and isinstance(head, Quantised):
+            weights.count = before
+        return head
 
     @abstractmethod
     def __call__(self, step: Step) -> Tensor:

@@ -138,7 +138,7 @@ class Weights:
         self._missing: list[str] = []
         self._misshapen: list[str] = []
         self._progress = progress
-        self.nbytes = 0  # of what was handed out
+        self.nbytes = self.count = 0  # bytes and weights of what was handed out
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -164,6 +164,7 @@ class Weights:
             return stand_in
         value = value.to(self.device, target)
         self.nbytes += value.nbytes
+        self.count += value.numel()
         if self._progress:
             self._progress(len(self._names) - len(self._unused), len(self._names))
         return value
@@ -197,12 +198,14 @@ class Weights:
             found = f"{data.dtype} {list(data.shape)} in {groups} groups"
             self._misshapen.append(f"{name} is {found}, expected {list(shape)} of 8 or 4 bits")
             return stand_in
+        others = self.count
         beside = [self.tensor(f"{name}.scale", (*outputs, groups))]
         if data.dtype == torch.uint8:
             beside.append(self.tensor(f"{name}.zero", (*outputs, groups)))
         if any(each.is_meta for each in beside):
             return stand_in
         self.nbytes += data.nbytes
+        self.count = others + math.prod(shape)  # scales and zeros are none
         return Quantised(data.to(self.device), *beside)
 
     def linear(
