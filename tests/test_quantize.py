@@ -151,6 +151,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(bits, has_bags, dtype, out,
     near = 0.02 if dtype == torch.bfloat16 else 1e-5
     for count in (1, 2, 5, 24, 25, 70):
         expect_close(ops.linear(x[:count], served), exact[:count], near * exact.abs().max().item())
+    apart = torch.stack([x, x + 1], -1)[..., 0]  # no two of a row next to each other
+    expect_close(ops.linear(apart[:1], served), exact[:1], near * exact.abs().max().item())
     assert ops.linear(x[:0], served).shape == (0, out)
     bias = torch.randn(out).to(dtype)
     expect_close(ops.linear(x, served, bias), exact + bias.float(), near * exact.abs().max().item())

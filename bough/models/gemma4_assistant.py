@@ -77,7 +77,7 @@ class Gemma4Assistant:
     """Embeddings of tokens and hidden rows in, logits and hidden rows out, as wide as the target's."""
 
     def __init__(self, config: ModelConfig, weights: Weights, target: Gemma4) -> None:
-        text = config.text.over(Gemma4.defaults)
+        text = Gemma4.told(config)
         _check(config, text, target)
         types, taps = types_of(text), taps_of(target)
         configs = [config_of(text, i, layer_type) for i, layer_type in enumerate(types)]

@@ -61,8 +61,9 @@ class Lfm2(Layered):
         "block_auto_adjust_ff_dim": True,
     }
 
+    older: Mapping[str, str] = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
+
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        config = config.renamed({"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"})
         super().__init__(config, weights)
         layers = [self._layer(weights, index, each) for index, each in enumerate(layer_types(config))]
         self._stack(layers, self._norm(weights, "model.embedding_norm", self.hidden_size), weights)

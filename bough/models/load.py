@@ -58,7 +58,7 @@ def build_model(
     progress: Progress | None = None,
 ) -> Model:
     family = family_of(config)
-    config = config.text.over(family.defaults)
+    config = family.told(config)
     weights = Weights(
         source,
         dtype=choose_dtype(dtype, config, device),

@@ -22,6 +22,7 @@ class Model(ABC):
     weight_bytes: int  # of all tensors read
     parameters: int
     defaults: Mapping[str, Any] = {}  # what a config.json of the family may leave out
+    older: Mapping[str, str] = {}  # names in older ones, and today's
     ignored: str | None = None  # tensors of other senses that a checkpoint may bring along
     kept: str | None = None  # tensors that are loaded as they are for a drafter
 
@@ -51,6 +52,11 @@ class Model(ABC):
         if tied and isinstance(head, Quantised):
             weights.count = before
         return head
+
+    @classmethod
+    def told(cls, config: ModelConfig) -> ModelConfig:
+        """What the config of a checkpoint says of such a model, under today's names."""
+        return config.text.renamed(cls.older).over(cls.defaults)
 
     @abstractmethod
     def __call__(self, step: Step) -> Tensor:

@@ -109,16 +109,12 @@ def policy(tensors: Source, config: ModelConfig, bits: int) -> Iterator[tuple[st
         elif not re.search(MATRIX, name) or any(re.search(pattern, name) for pattern in SPARED):
             wanted = None
         wanted = wanted if wanted and _has_groups(shape, wanted) else None
-        saved += (16 - wanted) * math.prod(shape) if wanted else 0
+        saved += 16 * math.prod(shape) - _stored_bits(shape, wanted) if wanted else 0
         yield name, name, wanted
-    for name in names:
+    for name in names if tied else ():
         shape = tensors.shape(name)
-        if (
-            tied
-            and name_in_language_model(name) == EMBEDDING
-            and _has_groups(shape, 8)
-            and 8 * math.prod(shape) < saved
-        ):
+        is_embedding = name_in_language_model(name) == EMBEDDING and _has_groups(shape, 8)
+        if is_embedding and _stored_bits(shape, 8) < saved:
             yield OWN_HEAD, name, 8
 
 
@@ -147,7 +143,14 @@ def _is_tied(config: ModelConfig) -> bool:
     """Whether the embedding is the head too. What is no model by itself has no head in this sense."""
     if config.get("model_type") not in FAMILIES:
         return False
-    return config.text.over(family_of(config).defaults).get("tie_word_embeddings", False)
+    return family_of(config).told(config).get("tie_word_embeddings", False)
+
+
+def _stored_bits(shape: tuple[int, ...], bits: int) -> int:
+    """What a tensor takes that is so quantised, with its scales and zeros."""
+    group = group_of(shape[-1], bits)
+    assert group is not None
+    return math.prod(shape) * bits + math.prod(shape) // group * (16 if bits == 8 else 32)
 
 
 def _has_groups(shape: tuple[int, ...], bits: int) -> bool:

@@ -83,24 +83,24 @@ class Tables:
             return self._expanding(x)
         step = min(tables, max(1, TILE // (groups * rows * width)))
         y = x.new_empty(rows, tables, width)
-        seen = x.float().view(rows, groups, -1).transpose(0, 1).expand(step, -1, -1, -1).flatten()
+        seen = x.float().unflatten(1, (groups, -1)).transpose(0, 1).expand(step, -1, -1, -1).flatten().contiguous()
+        places, ends = bags(step, groups, rows, inputs // groups)
         for at in range(0, tables, step):
             count = min(step, tables - at)
-            places, ends = bags(count, groups, rows, inputs // groups)
-            data = self.data[at * inputs : (at + count) * inputs]
-            sums = looked_up(data, places, ends, seen[: len(places)]).view(count, groups, rows, width)
+            data, these = self.data[at * inputs : (at + count) * inputs], slice(count * inputs * rows)
+            sums = looked_up(data, places[these], ends[: count * groups * rows + 1], seen[these])
+            sums = sums.view(count, groups, rows, width)
             y[:, at : at + count] = sums.mul_(self.scales[at : at + count, :, None]).sum(1).transpose(0, 1)
         return y.flatten(1)[:, :out]
 
     def _expanding(self, x: Tensor) -> Tensor:
-        """The same by ordinary products with some tables at a time, each expanded as [in, outputs]."""
-        (out, inputs), (tables, groups, width) = self.shape, self.scales.shape
+        """The same by ordinary products with a table at a time, expanded as [in, outputs]."""
+        (out, _), (tables, groups, width) = self.shape, self.scales.shape
         data = self.data.view(tables, groups, -1, width + 8)[..., :width]
-        y, step = x.new_empty(len(x), tables, width), max(1, TILE // (inputs * width))
-        for at in range(0, tables, step):
-            some = slice(at, at + step)
-            weight = (data[some].float() - ADDED).mul_(self.scales[some, :, None]).flatten(1, 2).to(x.dtype)
-            torch.matmul(x, weight, out=y[:, some].transpose(0, 1))
+        y = x.new_empty(len(x), tables, width)
+        for at in range(tables):
+            weight = data[at].to(x.dtype).sub_(ADDED).mul_(self.scales[at, :, None])
+            y[:, at] = x @ weight.flatten(0, 1)
         return y.flatten(1)[:, :out]
 
 

@@ -56,6 +56,12 @@ def _turns(time, span, every, once):
     return 1 if once and time * span + span // 2 >= every else 2
 
 
+@triton.constexpr_function
+def _is_ragged(span, every, once):
+    """Whether a thread may have no chunk to load."""
+    return not once or every % (span // 2) != 0
+
+
 @triton.jit
 def _across(several: tl.constexpr):
     """0, 1, 2 ... as they lie across threads: [1, 8, 1, several, 1]."""
@@ -169,7 +175,7 @@ def _round(
         if not once or time + ahead < times:
             some += _loaded(
                 words, steps, now + span * ahead, chunk, end, span, _turns(time + ahead, span, every, once), group,
-                bits, not once or every % (span // 2) != 0,
+                bits, _is_ragged(span, every, once),
             )  # fmt: skip
             tl.debug_barrier()
     return sums, some
@@ -256,13 +262,13 @@ def _product(
         output = outputs_at(first + _across(block // 8), coded, activation is not None).to(tl.int64)
         chunk, end = _along(warps), tl.minimum(low + part, every)
         once: tl.constexpr = part == span * times and parts == 1
-        ragged: tl.constexpr = every % (span // 2 if once else part) != 0 or not once
         words = data + (output * every + chunk) * 8 + tl.arange(0, 8)[None, None, None, None, :]
         each = steps + output * (every // group * (8 // bits)) + tl.arange(0, 8 // bits)[None, None, None, None, :]
         some: tl.tuple = ()
         for time in tl.static_range(ahead):
             some += _loaded(
-                words, each, low + time * span, chunk, end, span, _turns(time, span, every, once), group, bits, ragged
+                words, each, low + time * span, chunk, end, span, _turns(time, span, every, once), group, bits,
+                _is_ragged(span, every, once),
             )  # fmt: skip
         tl.debug_barrier()  # else the compiler would load when they are used, for which it needs fewer registers
         follow(follows)
@@ -292,7 +298,9 @@ def _product(
             if parts > 1:
                 sums = gathered(partial, block, block_rows, parts)
             finish(sums, needed, rest, out, first, row, rows, outputs, inputs, block, kernel, activation)
-    elif tl.program_id(1) == 0:
+    elif tl.program_id(1) > 0:
+        follow(follows)
+    else:
         first = coded + tl.program_id(0) * beside
         if alone:
             _plain_alone(x, plain, out, rest, first, outputs, coded, inputs, measured, kernel, 512 * warps, follows)
