@@ -3,7 +3,8 @@
 torch has an op for that, of weights in 4 bits and rows in bfloat16. For 8 bits there is another where torch comes with
 FBGEMM: it looks embeddings up, and adds them up with weights. A matrix is a table of those: one for each input, of all
 outputs. The inputs of a group are a bag, the row's values their weights, and the sums of bags are then scaled. Without
-it, an 8-bit weight is 16 · high + low, and two planes of 4 bits do for it what one does for the others.
+it, and where matrices are small, an 8-bit weight is 16 · high + low, and two planes of 4 bits do for it what one does
+for the others.
 
 Both read a layout of their own, from which products of many rows expand tiles: nothing is kept twice.
 """
@@ -20,6 +21,7 @@ FEW = 48  # rows, up to which the op is faster with one plane than expanding til
 GROUPS = (32, 64, 128, 256)  # that the op knows
 WIDTH = 256  # outputs of a table: of more, the rows of a bag do not stay near each other
 FEW_BAGS = 12  # rows, up to which bags are faster than expanding tiles
+SMALL = 1 << 20  # weights, of fewer than which planes are faster: bags take some more calls
 ADDED = 128  # to codes in a table, which have no sign
 
 
@@ -82,16 +84,22 @@ class Tables:
         if not 0 < rows <= FEW_BAGS:
             return self._expanding(x)
         step = min(tables, max(1, TILE // (groups * rows * width)))
-        y = x.new_empty(rows, tables, width)
         seen = x.float().unflatten(1, (groups, -1)).transpose(0, 1).expand(step, -1, -1, -1).flatten().contiguous()
         places, ends = bags(step, groups, rows, inputs // groups)
-        for at in range(0, tables, step):
-            count = min(step, tables - at)
-            data, these = self.data[at * inputs : (at + count) * inputs], slice(count * inputs * rows)
-            sums = looked_up(data, places[these], ends[: count * groups * rows + 1], seen[these])
-            sums = sums.view(count, groups, rows, width)
-            y[:, at : at + count] = sums.mul_(self.scales[at : at + count, :, None]).sum(1).transpose(0, 1)
-        return y.flatten(1)[:, :out]
+        sums = [self._summed(at, step, places, ends, seen) for at in range(0, tables, step)]
+        y = sums[0] if len(sums) == 1 else torch.cat(sums)
+        return y.transpose(0, 1).reshape(rows, -1)[:, :out].to(x.dtype)
+
+    def _summed(self, first: int, step: int, places: Tensor, ends: Tensor, seen: Tensor) -> Tensor:
+        """What up to `step` tables give for rows: [tables, rows, outputs] in float32."""
+        inputs, (tables, groups, width) = self.shape[1], self.scales.shape
+        data, scales, bagged = self.data, self.scales, (places, ends, seen)
+        if step < tables:
+            data, scales = data[first * inputs : (first + step) * inputs], scales[first : first + step]
+        if (count := len(scales)) < step:
+            part, last = len(places) // step * count, (len(ends) - 1) // step * count
+            bagged = places[:part], ends[: last + 1], seen[:part]
+        return looked_up(data, *bagged).view(count, groups, -1, width).mul_(scales[:, :, None]).sum(1)
 
     def _expanding(self, x: Tensor) -> Tensor:
         """The same by ordinary products with a table at a time, expanded as [in, outputs]."""
@@ -121,7 +129,7 @@ def bags(tables: int, groups: int, rows: int, group: int) -> tuple[Tensor, Tenso
 def tabled(weight: Quantised) -> Tables | None:
     """The weight as tables; None if these serve nothing here."""
     (out, inputs), group = weight.shape, weight.group
-    if weight.zero is not None or group < GROUPS[0] or not has_bags():
+    if weight.zero is not None or group < GROUPS[0] or out * inputs < SMALL or not has_bags():
         return None
     tables = -(-out // WIDTH)
     width = -(-out // tables)
