@@ -50,7 +50,7 @@ class Model(ABC):
         before = weights.count
         head = weights.matrix(name, (self.vocab_size, self.hidden_size))
         if tied and isinstance(head, Quantised):
-            weights.count = before
+            weights.count = before  # they are the embedding's
         return head
 
     @classmethod

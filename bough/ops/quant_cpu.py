@@ -145,7 +145,7 @@ def tabled(weight: Quantised) -> Tables | None:
 
 @cache
 def has_bags() -> bool:
-    """Whether the op is there, and fast: elsewhere than in FBGEMM it is no better than expanding tiles."""
+    """Whether torch comes with FBGEMM, which has the op."""
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 

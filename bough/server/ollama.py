@@ -174,7 +174,7 @@ async def show(call: Call) -> Response:
             "modified_at": about["modified_at"],
             "model_info": {
                 "general.architecture": family,
-                "general.parameter_count": service.engine.model.parameters,
+                "general.parameter_count": engine.model.parameters,
                 f"{family}.context_length": engine.context,
                 f"{family}.embedding_length": engine.model.hidden_size,
                 f"{family}.block_count": len(engine.model.kinds),
@@ -188,7 +188,7 @@ async def show(call: Call) -> Response:
 
 def _about(service: Service, name: str) -> dict[str, Any]:
     engine = service.engine
-    family, count = _family(service), service.engine.model.parameters
+    family, count = _family(service), engine.model.parameters
     # Not of the weights themselves, which would take long to read.
     told = json.dumps([name, count, engine.model.config.raw], sort_keys=True, default=str)
     return {

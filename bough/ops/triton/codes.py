@@ -19,16 +19,21 @@ class Form(NamedTuple):
     kind: str
     one: int
     low: int  # the power of two whose last bit is worth one
-    high: int  # the one whose last bit is worth 16
-    lows: int  # what these are as numbers
-    highs: int
-    less4: int  # -(lows + 8): what is to be added to codes of four bits
-    less8: int  # -(lows + highs + 128): and to the two halves of one of eight
+    high: int  # 16 times that, whose last bit is worth 16
+    value: int  # of low
+
+    def added(self, bits: int) -> int:
+        """What the numbers of a code have beyond it: one number, or those of both halves of a code of eight bits."""
+        return self.value + 8 if bits == 4 else 17 * self.value + 128
+
+    def less(self, bits: int) -> int:
+        """The same as a number of this kind, negative."""
+        return 0x8000 | (self.low | 8 if bits == 4 else self.high | (self.value + 128) // 16)
 
 
 FORMS = {
-    tl.bfloat16: Form("bf16x2", 0x3F80, 0x4300, 0x4500, 128, 2048, 0xC308, 0xC510),
-    tl.float16: Form("f16x2", 0x3C00, 0x6400, 0x7400, 1024, 16384, 0xE408, 0xF448),
+    tl.bfloat16: Form("bf16x2", 0x3F80, 0x4300, 0x4500, 128),
+    tl.float16: Form("f16x2", 0x3C00, 0x6400, 0x7400, 1024),
 }
 
 
@@ -39,8 +44,7 @@ def _base(dtype, is_high):
 
 @triton.constexpr_function
 def added(dtype, bits):
-    """What the numbers of a code have beyond it."""
-    return FORMS[dtype].lows + (8 if bits == 4 else FORMS[dtype].highs + 128)
+    return FORMS[dtype].added(bits)
 
 
 @triton.constexpr_function
@@ -53,7 +57,7 @@ def _masked(to, base, shift):
 def _in_full(dtype, bits, place):
     """Instructions that make weights of the codes at one place of two halves, exactly until they are rounded."""
     form = FORMS[dtype]
-    fma, constants = f"fma.rn.{form.kind}", (("one", form.one), ("less", form.less4 if bits == 4 else form.less8))
+    fma, constants = f"fma.rn.{form.kind}", (("one", form.one), ("less", form.less(bits)))
     known = ".reg .b32 low, high, one, less;" + "".join(f"mov.b32 {name}, {of * 0x10001:#x};" for name, of in constants)
     low = _masked("low", form.low, bits * place)
     if bits == 4:

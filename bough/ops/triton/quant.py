@@ -177,7 +177,7 @@ def _round(
                 words, steps, now + span * ahead, chunk, end, span, _turns(time + ahead, span, every, once), group,
                 bits, _is_ragged(span, every, once),
             )  # fmt: skip
-            tl.debug_barrier()
+            tl.debug_barrier()  # as before the first
     return sums, some
 
 
@@ -203,45 +203,45 @@ def _rounds(
 @triton.jit
 def _plain(
     x, plain, out, rest, first, rows, outputs, coded, x_stride, inputs: tl.constexpr, measured: tl.constexpr,
-    kernel: tl.constexpr, block_rows: tl.constexpr, follows: tl.constexpr,
+    kernel: tl.constexpr, block: tl.constexpr, block_rows: tl.constexpr, follows: tl.constexpr,
 ):  # fmt: skip
-    """The products of several rows with 16 outputs whose weights have not been quantised."""
-    output = outputs_at(first + tl.arange(0, 16), outputs, False).to(tl.int64)
+    """The products of several rows with some outputs whose weights have not been quantised."""
+    output = outputs_at(first + tl.arange(0, block), outputs, False).to(tl.int64)
     plain += (output - coded)[:, None] * inputs
     row = tl.arange(0, block_rows)
     follow(follows)
-    needed = ask(rest, first, row, rows, outputs, 16, measured, kernel)
-    sums = tl.zeros([16, block_rows], tl.float32)
+    needed = ask(rest, first, row, rows, outputs, block, measured, kernel)
+    sums = tl.zeros([block, block_rows], tl.float32)
     for start in tl.range(0, inputs, 128, num_stages=5):
         at = start + tl.arange(0, 128)
         some = tl.load(plain + at[None, :], mask=at[None, :] < inputs, other=0.0)
         there = (row < rows)[None, :] & (at[:, None] < inputs)
         seen = tl.load(x + row[None, :] * x_stride + at[:, None], mask=there, other=0.0)
         sums = tl.dot(some, seen, sums, input_precision="ieee")
-    finish(sums, needed, rest, out, first, row, rows, outputs, inputs, 16, kernel, None)
+    finish(sums, needed, rest, out, first, row, rows, outputs, inputs, block, kernel, None)
 
 
 @triton.jit
 def _plain_alone(
     x, plain, out, rest, first, outputs, coded, inputs: tl.constexpr, measured: tl.constexpr, kernel: tl.constexpr,
-    span: tl.constexpr, follows: tl.constexpr,
+    block: tl.constexpr, span: tl.constexpr, follows: tl.constexpr,
 ):  # fmt: skip
-    """The products of a row with 4 of these outputs."""
-    output = outputs_at(first + tl.arange(0, 4), outputs, False).to(tl.int64)
+    """The products of a row alone with some of these outputs."""
+    output = outputs_at(first + tl.arange(0, block), outputs, False).to(tl.int64)
     plain += (output - coded)[:, None] * inputs
     at = tl.arange(0, span)[None, :]
     some = tl.load(plain + at, mask=at < inputs, other=0.0)
     tl.debug_barrier()  # as for those that have been quantised
     follow(follows)
-    needed = ask(rest, first, tl.arange(0, 1), 1, outputs, 4, measured, kernel)
-    sums = tl.zeros([4, span // 8], tl.float32)
+    needed = ask(rest, first, tl.arange(0, 1), 1, outputs, block, measured, kernel)
+    sums = tl.zeros([block, span // 8], tl.float32)
     for start in tl.range(0, inputs, span, num_stages=1):
         here, ahead = start + at, start + span + at
         seen = tl.load(x + here, mask=here < inputs, other=0.0).to(tl.float32)
-        sums += tl.sum(tl.reshape(some.to(tl.float32) * seen, [4, span // 8, 8]), 2)
+        sums += tl.sum(tl.reshape(some.to(tl.float32) * seen, [block, span // 8, 8]), 2)
         some = tl.load(plain + ahead, mask=ahead < inputs, other=0.0)
     total = tl.sum(sums, 1)[:, None]
-    finish(total, needed, rest, out, first, tl.arange(0, 1), 1, outputs, inputs, 4, kernel, None)
+    finish(total, needed, rest, out, first, tl.arange(0, 1), 1, outputs, inputs, block, kernel, None)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -249,13 +249,12 @@ def _product(
     x, data, steps, plain, out, rest, partial, arrived, rows, outputs, coded, x_stride, inputs: tl.constexpr,
     measured: tl.constexpr, kernel: tl.constexpr, group: tl.constexpr, bits: tl.constexpr, part: tl.constexpr,
     parts: tl.constexpr, block: tl.constexpr, block_rows: tl.constexpr, warps: tl.constexpr, times: tl.constexpr,
-    ahead: tl.constexpr, activation: tl.constexpr, ptx: tl.constexpr, follows: tl.constexpr,
+    ahead: tl.constexpr, beside: tl.constexpr, activation: tl.constexpr, ptx: tl.constexpr, follows: tl.constexpr,
 ):  # fmt: skip
     lead(follows)
     every: tl.constexpr = inputs * bits // 128
     span: tl.constexpr = 2 * 4 * warps
     alone: tl.constexpr = block_rows == 1
-    beside: tl.constexpr = 4 if alone else 16
     tile = tl.program_id(0) - tl.cdiv(outputs - coded, beside)  # what takes longest comes first
     if plain is None or tile >= 0:
         first, low = tile * block, tl.program_id(1) * part
@@ -303,11 +302,13 @@ def _product(
     else:
         first = coded + tl.program_id(0) * beside
         if alone:
-            _plain_alone(x, plain, out, rest, first, outputs, coded, inputs, measured, kernel, 512 * warps, follows)
+            _plain_alone(
+                x, plain, out, rest, first, outputs, coded, inputs, measured, kernel, beside, 512 * warps, follows
+            )  # fmt: skip
         else:
             _plain(
-                x, plain, out, rest, first, rows, outputs, coded, x_stride, inputs, measured, kernel, block_rows,
-                follows,
+                x, plain, out, rest, first, rows, outputs, coded, x_stride, inputs, measured, kernel, beside,
+                block_rows, follows,
             )  # fmt: skip
 
 
@@ -365,13 +366,15 @@ def product(x: Input, work: Work, cut: Cut) -> Stored:
     part = triton.cdiv(triton.cdiv(every, span), cut.parts) * span
     parts = triton.cdiv(every, part)
     alone = len(x) == 1 and work.weight.steps.dtype != torch.float32
-    tiles = triton.cdiv(coded, cut.outputs) + triton.cdiv(work.weight.shape[0] - coded, 4 if alone else 16)
+    beside = 4 if alone else 16  # outputs of a program whose weights have not been quantised
+    tiles = triton.cdiv(coded, cut.outputs) + triton.cdiv(work.weight.shape[0] - coded, beside)
     block_rows = 1 if alone else max(8, triton.next_power_of_2(len(x)))
     x, stored, told = prepared(x, work, tiles)
     _product[tiles, parts](
         x, data=work.weight.data, steps=work.weight.steps, plain=work.weight.beside, out=stored.out, rows=len(x),
         coded=coded, x_stride=x.stride(0), part=part, block=cut.outputs, block_rows=block_rows, warps=cut.warps,
-        times=times, ahead=min(cut.ahead, times), num_warps=cut.warps, maxnreg=cut.registers, ptx=has_ptx(x.device),
+        times=times, ahead=min(cut.ahead, times), beside=beside, num_warps=cut.warps, maxnreg=cut.registers,
+        ptx=has_ptx(x.device),
         **told, **_groups(work.weight), **following(x.device), **in_parts(x, tiles, parts, cut.outputs * block_rows),
     )  # fmt: skip
     return stored
