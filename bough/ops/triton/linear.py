@@ -143,8 +143,10 @@ def vector_cut(outputs: int, inputs: int) -> Cut:
 
 
 def product_cut(outputs: int, inputs: int) -> Cut:
-    """The inputs are cut so that there is at least a program for each processor."""
-    return Cut(64, 128, 4, 3) if outputs >= 8192 else Cut(64, 128, 4, 4, max(1, min(inputs // 512, 10240 // outputs)))
+    """The inputs are cut so that there is about a program for each of 132 processors."""
+    if outputs >= 8192:
+        return Cut(64, 128, 4, 3)
+    return Cut(64, 128, 4, 5, max(1, min(inputs // 512, round(132 * 64 / outputs))))
 
 
 def few(x: Tensor, weight: Tensor | Chunks) -> bool:

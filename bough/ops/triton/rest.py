@@ -73,7 +73,8 @@ def ask(
     """What is needed beside the sums. If it is asked for before these are made, it is there by then."""
     at, known = first + tl.arange(0, block), tl.minimum(row, rows - 1)
     squares, there, scale = 0.0, 0.0, 1.0
-    tails, taps = 0.0, 0.0
+    tails: tl.tuple = ()
+    taps: tl.tuple = ()
     if rest.root is not None:
         tile = tl.arange(0, triton.next_power_of_2(measured))[:, None]
         squares = tl.load(rest.root + tile * rows + known[None, :], mask=tile < measured, other=0.0)
@@ -83,11 +84,12 @@ def ask(
     if rest.scale is not None:
         scale = tl.load(rest.scale + tl.minimum(at, outputs - 1))[:, None]
     if rest.taps is not None:
-        tap, channel = tl.arange(0, triton.next_power_of_2(kernel))[None, None, :], at[:, None, None]
-        slot, inside = tl.load(rest.reads + known).to(tl.int64)[None, :, None], channel < rest.channels
-        place = rest.tails + slot * rest.slot_stride + tap * rest.tail_stride + channel
-        tails = tl.load(place, mask=inside & (tap < kernel - 1) & (slot >= 0), other=0.0)
-        taps = tl.load(rest.taps + tap * rest.channels + channel, mask=inside & (tap < kernel), other=0.0)
+        slot, inside = tl.load(rest.reads + known).to(tl.int64)[None, :], (at < rest.channels)[:, None]
+        place = rest.tails + slot * rest.slot_stride + at[:, None]
+        for tap in tl.static_range(kernel):
+            if tap < kernel - 1:
+                tails += (tl.load(place + tap * rest.tail_stride, mask=inside & (slot >= 0), other=0.0),)
+            taps += (tl.load(rest.taps + tap * rest.channels + at[:, None], mask=inside, other=0.0),)
     return squares, there, scale, tails, taps
 
 
@@ -127,15 +129,18 @@ def _convolved(
     sums, tails, taps, rest, dtype: tl.constexpr, first, row, rows, block: tl.constexpr, kernel: tl.constexpr
 ):  # fmt: skip
     """The sums [block, R], the first channels of which are each row's next input of a convolution, with that done."""
-    tap, channel = tl.arange(0, triton.next_power_of_2(kernel))[None, None, :], first + tl.arange(0, block)
-    slot = tl.load(rest.writes + tl.minimum(row, rows - 1)).to(tl.int64)[None, :, None]
-    inside = (channel < rest.channels)[:, None, None] & (row < rows)[None, :, None] & (slot >= 0)
-    value = tl.where(tap == kernel - 1, sums[:, :, None].to(dtype), tails.to(dtype))
-    place = rest.tails + slot * rest.slot_stride + (tap - 1) * rest.tail_stride + channel[:, None, None]
+    tails += (sums.to(dtype),)
+    channel = (first + tl.arange(0, block))[:, None]
+    slot = tl.load(rest.writes + tl.minimum(row, rows - 1)).to(tl.int64)[None, :]
+    mask = (channel < rest.channels) & (row < rows)[None, :] & (slot >= 0)
+    place = rest.tails + slot * rest.slot_stride + channel
+    y = tl.zeros_like(sums)
     tl.debug_barrier()  # all threads have their tails before any is written
-    tl.store(place, value, mask=inside & (tap > 0) & (tap < kernel))
-    y = tl.sum(value.to(tl.float32) * taps, 2)
-    return tl.where((channel < rest.channels)[:, None], activated(y, "silu"), sums)
+    for tap in tl.static_range(kernel):
+        y += tails[tap].to(tl.float32) * taps[tap]
+        if tap > 0:
+            tl.store(place + (tap - 1) * rest.tail_stride, tails[tap].to(dtype), mask=mask)
+    return tl.where(channel < rest.channels, activated(y, "silu"), sums)
 
 
 @triton.jit
