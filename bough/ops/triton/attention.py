@@ -18,7 +18,6 @@ from bough.ops.ragged import Pages, Rows, Spans
 from bough.ops.spans import FEW, SPAN, divided, joined_apart, programs
 from bough.ops.triton.activation import activated, gated
 from bough.ops.triton.arrivals import COUNTED, arrivals, is_last
-from bough.ops.triton.follow import pass_on, passing_on
 from bough.ops.triton.plan import on_device, shared_bytes
 from bough.ops.triton.prefill import ASIDE, CARRIED, attention_long
 
@@ -165,9 +164,7 @@ def _spans(
 def _joins(
     parts, weights, out, gate, starts, counts, firsts, used, gate_token, gate_head, most,
     heads: tl.constexpr, group: tl.constexpr, dv: tl.constexpr, block_s: tl.constexpr, block_v: tl.constexpr,
-    follows: tl.constexpr,
 ):  # fmt: skip
-    pass_on(follows)
     row, token, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     spans = tl.load(used + row)
     if (spans > 1) & (token < tl.load(counts + row)):
@@ -250,7 +247,6 @@ def attention_short(
         _joins[len(rows.counts), most, heads](
             parts, weights, out, gate, spans.start, spans.tokens, spans.first, spans.used, *gate_strides, most,
             heads=heads, group=group, dv=dv, block_s=JOINED // block_v, block_v=block_v,
-            **passing_on(q.device, len(q)),
         )  # fmt: skip
 
 

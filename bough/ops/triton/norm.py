@@ -53,10 +53,8 @@ def _norm(
 
 @triton.jit
 def _norm_after(
-    x, y, weight, total, out, eps, x_stride, y_stride, width: tl.constexpr, block: tl.constexpr, rounded: tl.constexpr,
-    follows: tl.constexpr,
+    x, y, weight, total, out, eps, x_stride, y_stride, width: tl.constexpr, block: tl.constexpr, rounded: tl.constexpr
 ):  # fmt: skip
-    pass_on(follows)
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, block)[None, :]
     mask = column < width
     dtype: tl.constexpr = x.dtype.element_ty
@@ -91,7 +89,7 @@ def norm_after(x: Tensor, y: Tensor, by: Norm) -> tuple[Tensor, Tensor]:
     (rows, width), block = x.shape, triton.next_power_of_2(x.shape[-1])
     _norm_after[(rows,)](
         x, y, by.weight, total, out, by.eps, x.stride(0), y.stride(0),
-        width=width, block=block, rounded=by.rounded, num_warps=warps(block), **passing_on(x.device, rows),
+        width=width, block=block, rounded=by.rounded, num_warps=warps(block),
     )  # fmt: skip
     return total, out
 
