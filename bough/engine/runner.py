@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from bough import ops
 from bough.draft import Draft
 from bough.models.model import Model
+from bough.ops.sent import sent
 from bough.state.graphs import Graphs, settle
 from bough.state.live import State
 from bough.state.pool import Pool
 from bough.state.reservation import Batch, Cuts, forward
-from bough.state.step import Ends, Step, sent
+from bough.state.step import Ends, Step
 
 SCORE_ROWS = 256  # logits of so many rows at a time when a whole prompt is scored
 
@@ -110,4 +110,5 @@ def _with_drafts(batch: Batch, drafts: Mapping[int, Draft], made: Mapping[int, T
 def _with_made(tokens: Tensor, ends: Sequence[int], made: Mapping[int, Tensor]) -> Tensor:
     """The tokens of a step with the drafts on its device in their places: nobody waits for it."""
     places = [at for row, draft in made.items() for at in range(ends[row] - len(draft), ends[row])]
-    return tokens.index_copy(0, sent(np.array(places), tokens.device), torch.cat(list(made.values())).to(tokens))
+    where = sent(torch.tensor(places, dtype=torch.int64), tokens.device)
+    return tokens.index_copy(0, where, torch.cat(list(made.values())).to(tokens))

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from bough.config import SamplingParams
 from bough.errors import BadLogits
+from bough.ops.sent import sent
 
 # Rows are taken a few at a time, so that temporaries stay within some hundred megabytes whatever the batch.
 MAX_ELEMENTS = 1 << 22
@@ -281,8 +282,7 @@ def _mass(logp: Tensor) -> Tensor:
 
 def _mask_(logits: Tensor, allowed: Mapping[int, Tensor]) -> None:
     """Set the logits of what these rows may not choose to -inf."""
-    packed = torch.stack(list(allowed.values()))
-    packed = (packed.pin_memory() if logits.is_cuda else packed).to(logits.device, non_blocking=True)
+    packed = sent(torch.stack(list(allowed.values())), logits.device)
     bits = torch.arange(256, device=logits.device)[:, None] >> torch.arange(8, device=logits.device)
     unset = (bits & 1 == 0).view(torch.int64)[:, 0]  # [256]: the eight bits of a byte are looked up together
     at = 0
@@ -370,5 +370,4 @@ def _pieces(which: list[int], vocabulary: int) -> list[list[int]]:
 
 
 def _send(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host numbers to the device, without waiting for it."""
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    return sent(torch.tensor(values, dtype=dtype), device)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bough.ops.attention import Mask
 from bough.ops.ragged import Owed, Pages, Rows, ShortRows, Slots, Spans
+from bough.ops.sent import sent
 from bough.state.pool import Pool
 from bough.state.recordings import Recordings
 from bough.state.store import EMPTY, Run
@@ -53,13 +54,7 @@ class Ends:
     def of(rows: Rows, counts: Sequence[int], device: torch.device) -> "Ends":
         ends = accumulate(rows.counts)
         places = [at for end, count in zip(ends, counts, strict=True) for at in range(end - count, end)]
-        return Ends(tuple(counts), sent(np.array(places, np.int64), device))
-
-
-def sent(numbers: NDArray[Any], device: torch.device) -> Tensor:
-    """Numbers of the host on a device. Nobody waits for it."""
-    made = torch.from_numpy(numbers)
-    return (made.pin_memory() if device.type == "cuda" else made).to(device, non_blocking=True)
+        return Ends(tuple(counts), sent(torch.tensor(places, dtype=torch.int64), device))
 
 
 class Numbers(Protocol):
@@ -100,17 +95,18 @@ class HostNumbers:
 
     @cached_property
     def tokens(self) -> Tensor:
-        return sent(self.fed, self.pool.device)
+        return sent(torch.from_numpy(self.fed), self.pool.device)
 
     @cached_property
     def positions(self) -> Tensor:
-        return sent(self.places.astype(np.int32), self.pool.device)
+        return sent(torch.from_numpy(self.places.astype(np.int32)), self.pool.device)
 
     def table(self, unit: int) -> PageTable:
         if unit not in self._tables:
             pages, offset = self.pages(unit)
             parts = pages, self.written(unit), self.places % self.pool.layout.page_tokens
-            table, page, at = (sent(each.astype(np.int32), self.pool.device) for each in parts)
+            made = (torch.from_numpy(each.astype(np.int32)) for each in parts)
+            table, page, at = (sent(each, self.pool.device) for each in made)
             self._tables[unit] = PageTable(table, tuple(offset), page, at)
         return self._tables[unit]
 

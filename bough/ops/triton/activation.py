@@ -13,6 +13,7 @@ from bough.ops.activation import Activation, gelu_tanh
 from bough.ops.triton.norm import TILE, as_heads, at, warps
 
 ACTIVATIONS: dict[Activation, str] = {F.silu: "silu", gelu_tanh: "gelu_tanh", torch.sigmoid: "sigmoid"}
+LOG2E = tl.constexpr(math.log2(math.e))
 STEEPNESS = tl.constexpr(2 * math.sqrt(2 / math.pi))
 
 

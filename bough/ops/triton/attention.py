@@ -16,12 +16,11 @@ from torch import Tensor
 
 from bough.ops.ragged import Pages, Rows, Spans
 from bough.ops.spans import FEW, SPAN, divided, joined_apart, programs
-from bough.ops.triton.activation import activated, gated
+from bough.ops.triton.activation import LOG2E, activated, gated
 from bough.ops.triton.arrivals import COUNTED, arrivals, is_last
 from bough.ops.triton.plan import on_device, shared_bytes
 from bough.ops.triton.prefill import ASIDE, CARRIED, attention_long
 
-LOG2E = tl.constexpr(1.4426950408889634)
 READ = 32768
 JOINED = 8192  # numbers of parts that are read at a time
 

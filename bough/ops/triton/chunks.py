@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bough.ops.triton.activation import LOG2E
 from bough.ops.triton.plan import Long, shared_bytes
 
 EPS = tl.constexpr(1e-6)  # under the root of q's and k's length
@@ -28,7 +29,6 @@ DIAGONAL = tl.constexpr(16)
 REGISTERS = 168  # of a thread: three programs of 128 threads then run beside each other
 SEGMENT = 64  # chunks of a single row, whose states are carried while the next ones are solved
 ASIDE = 12288  # bytes of shared memory that are left for the rest
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def chunk_tokens(dtype: torch.dtype) -> int:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from bough.ops.ragged import Carried, Rows, ShortRows, Slots, close_slots, open_slots
 from bough.ops.spans import FEW
+from bough.ops.triton.activation import LOG2E
 from bough.ops.triton.plan import plan
 
 CHUNK = 64  # tokens that a program works on in long rows
 STRIP = 8  # of these, that a thread does
 CHANNELS = 128
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit

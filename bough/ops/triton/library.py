@@ -13,12 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from bough.ops.ragged import Pages, Rows
+from bough.ops.triton.activation import LOG2E
 from bough.ops.triton.norm import at
 
 BLOCK = 8192  # tokens that the library is given at a time
 JOINED = 4  # parts that are joined in one launch
 TILE = 2048  # numbers that a program works on
-LOG2E = tl.constexpr(1.4426950408889634)
 
 Part = tuple[Tensor, Tensor]  # what some queries see of some keys [n, H, d], and the logarithm of its weight [H, n]
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from bough.ops.ragged import Pages, Rows
 from bough.ops.spans import processors
+from bough.ops.triton.activation import LOG2E
 from bough.ops.triton.library import by_library, gathered, is_served
 from bough.ops.triton.plan import on_device, shared_bytes
 
-LOG2E = 1.4426950408889634
 PACK = 16  # heads of a block, at most
 JOINED = 16  # queries that a program joins
 UNEVEN = 2  # times its share of all keys, up to which a block is left to one program
@@ -234,7 +234,7 @@ def over_pages(
     _blocks[(len(work.token) * packs,)](
         q, k, v, out, parts, weights, stored.table, *work,
         *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *out.stride()[:2],
-        factor * LOG2E, inner * LOG2E, window or 0,
+        factor * LOG2E.value, inner * LOG2E.value, window or 0,
         packs=packs, pack=pack, group=group, dk=dk, dv=dv, page_tokens=page_tokens,
         block_m=block_m, block_n=tile.keys, block_k=block_k, block_v=block_v,
         windowed=window is not None, capped=softcap is not None, stages=tile.stages, num_warps=tile.warps,

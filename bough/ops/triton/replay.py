@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bough.ops.ragged import Replayed, ReplayedRow
+from bough.ops.sent import sent
 from bough.ops.triton.chunks import EPS
 
 CARRIED = 2048  # numbers that a warp carries
@@ -73,8 +74,7 @@ def _numbers(layers: Sequence[Replayed], rows: Sequence[ReplayedRow], device: to
 @lru_cache(16)
 def _sent(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
     """On the device; what was recorded in a graph is at the same addresses every time."""
-    packed = torch.tensor(numbers)
-    return (packed.pin_memory() if device.type == "cuda" else packed).to(device, non_blocking=True)
+    return sent(torch.tensor(numbers), device)
 
 
 def replay_delta(layers: Sequence[Replayed], rows: Sequence[ReplayedRow]) -> None:
