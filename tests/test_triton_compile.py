@@ -142,7 +142,7 @@ def test_products_with_quantised_weights(bits, compiled):
 
 def sharing(monkeypatch, shared: int) -> None:
     """As if the threads of a program could share so many bytes."""
-    for module in ("attention", "prefill", "chunks", "experts"):
+    for module in ("attention", "prefill", "chunks", "experts", "linear"):
         monkeypatch.setattr(sys.modules[f"bough.ops.triton.{module}"], "shared_bytes", lambda device: shared)
 
 
@@ -159,6 +159,15 @@ def test_the_delta_rule_and_experts_fit(dtype, width, shared, compiled, monkeypa
         x = torch.zeros(tokens, 256, dtype=dtype)
         ops.experts(x, share, chosen, gate_up, down, torch.nn.functional.silu)
     assert {"chunks._pass", "chunks._systems", "experts._down"} <= set(compiled) and max(compiled.values()) <= shared
+
+
+@pytest.mark.parametrize("shared", [HOPPER, ADA])
+def test_products_of_few_rows_fit(shared, compiled, monkeypatch):
+    sharing(monkeypatch, shared)
+    for rows in (2, 16, 32):
+        for outputs in (2560, 8192):
+            ops.linear(*(torch.zeros(count, 4096, dtype=torch.bfloat16) for count in (rows, outputs)))
+    assert 0 < compiled["linear._product"] <= shared
 
 
 @pytest.mark.parametrize("shared", [HOPPER, ADA])

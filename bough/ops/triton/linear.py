@@ -24,7 +24,7 @@ from bough.ops.ragged import Rows, Slots, open_slots
 from bough.ops.triton import quant
 from bough.ops.triton.activation import ACTIVATIONS
 from bough.ops.triton.follow import follow, following, lead
-from bough.ops.triton.plan import plan
+from bough.ops.triton.plan import plan, shared_bytes
 from bough.ops.triton.rest import Rest, Stored, Work, ask, finish, gathered, in_parts, noted, outputs_at, prepared
 
 ROWS = 32  # up to which these are faster than torch's own
@@ -38,7 +38,7 @@ class Cut(NamedTuple):
     outputs: int  # of a program
     inputs: int  # that it multiplies at a time
     warps: int
-    ahead: int  # times that it loads before it multiplies
+    ahead: int  # times that it loads before it multiplies, where there is room
     parts: int = 1  # that the inputs are cut into
 
 
@@ -129,10 +129,11 @@ def product(x: Input, work: Work, cut: Cut) -> Stored:
     tiles, parts = triton.cdiv(outputs, cut.outputs), triton.cdiv(inputs, part)
     block_rows = max(8, triton.next_power_of_2(len(x)))
     x, stored, told = prepared(x, work, tiles)
+    ahead = shared_bytes(x.device) // ((cut.outputs + block_rows) * cut.inputs * x.element_size())
     _product[tiles, parts](
         x, work.weight, stored.out, rows=len(x), x_stride=x.stride(0), part=part, block=cut.outputs,
-        block_rows=block_rows, span=cut.inputs, stages=cut.ahead, num_warps=cut.warps, **following(x.device),
-        **told, **in_parts(x, tiles, parts, cut.outputs * block_rows),
+        block_rows=block_rows, span=cut.inputs, stages=min(cut.ahead, ahead), num_warps=cut.warps,
+        **following(x.device), **told, **in_parts(x, tiles, parts, cut.outputs * block_rows),
     )  # fmt: skip
     return stored
 
