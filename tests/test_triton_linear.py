@@ -40,7 +40,8 @@ def near(ours, theirs, exact):
     assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
     scale = exact[kept].abs().max()
     error, other = ((each.double() - exact)[kept].abs().max() / scale for each in (ours, theirs))
-    assert error <= (1e-6 if ours.dtype == torch.float32 else 1.5 * other + 5e-4)
+    lucky = torch.finfo(ours.dtype).eps / 8  # theirs may be, where there are few outputs
+    assert error <= (1e-6 if ours.dtype == torch.float32 else 1.5 * other + lucky)
 
 
 VECTOR = ("vector", (4, 32, 1, 1)), ("vector", (8, 16, 2, 3))

@@ -370,4 +370,5 @@ def _pieces(which: list[int], vocabulary: int) -> list[list[int]]:
 
 
 def _send(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return sent(torch.tensor(values, dtype=dtype), device)
+    """Few host numbers to the device. Nobody waits for it, and they are not worth memory that the device can read."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
