@@ -10,7 +10,7 @@ from bough import ops
 from bough.errors import UnknownArchitecture
 from bough.ops import Activation, Addend, Input, Norm, Parts, Quantised
 from bough.state.kinds import FullKV, PageKind, WindowKV
-from bough.state.step import Step
+from bough.state.step import Ends, Step
 
 if TYPE_CHECKING:
     from bough.models.weights import Weights
@@ -80,7 +80,7 @@ class Attention:
     def kind(self) -> PageKind:
         return attention_kind(self.kv_heads, self.head_dim, self.window)
 
-    def __call__(self, x: Input, step: Step, rotation: Rotation) -> Addend:
+    def __call__(self, x: Input, step: Step, rotation: Rotation, wanted: Ends | None = None) -> Addend:
         q, k, v = self.qkv(x).split(self.sizes, -1)
         q = q.view(len(x), self.heads, self.sizes[0] // self.heads)  # [T, H, d], or [T, H, 2d] with the gate
         gate = None
@@ -89,6 +89,8 @@ class Attention:
         k, v = (each.view(len(x), self.kv_heads, self.head_dim) for each in (k, v))
         pages = step.pages(self.layer)
         q = ops.place_heads(q, rotation, kv=(k, v), pages=pages, norms=(self.q_norm, self.k_norm, None))
+        if wanted is not None:
+            q, gate, step = narrowed(q, wanted), gate if gate is None else narrowed(gate, wanted), step.at_ends(wanted)
         seen = ops.attention(
             q,
             step.rows,
@@ -130,18 +132,18 @@ class GatedMLP:
         return self.down.later(ops.gated_linear(x, self.gate_up.weight, self.gate_up.bias, self.activation))
 
 
-def narrowing(layers: Sequence[Layer], step: Step) -> Iterator[tuple[Layer, Tensor | None]]:
-    """The layers that store something, each with the tokens that are wanted after its mixer has seen all; None: all.
+def narrowing(layers: Sequence[Layer], step: Step) -> Iterator[tuple[Layer, Ends | None]]:
+    """The layers that store something, each with the tokens that are wanted once it has stored; None: all.
 
     Only the last can leave some out: what becomes of a token from there on, no other token looks at.
     """
     yield from ((layer, None) for layer in layers[:-1])
-    yield layers[-1], None if step.wanted is None else step.wanted.places
+    yield layers[-1], step.wanted
 
 
-def narrowed(x: Tensor, y: Addend, wanted: Tensor | None) -> tuple[Tensor, Addend]:
-    """The stream, and what is yet to be added to it, of the wanted tokens."""
-    return (x, y) if wanted is None else (x[wanted], ops.made(y)[wanted])
+def narrowed(x: Tensor, wanted: Ends | None) -> Tensor:
+    """The rows [T, ...] of the wanted tokens."""
+    return x if wanted is None else x[wanted.places]
 
 
 ACTIVATIONS: dict[str, Activation] = {

@@ -15,7 +15,7 @@ from bough.models.config import ModelConfig
 from bough.models.model import Model
 from bough.models.weights import Weights
 from bough.ops import Norm
-from bough.state.step import Step
+from bough.state.step import Ends, Step
 
 WINDOW, FULL = "sliding_attention", "full_attention"
 
@@ -89,12 +89,12 @@ class Layer:
         self.mlp = GatedMLP(weights, f"{prefix}.mlp", hidden, config.intermediate_size, act)
 
     def __call__(
-        self, x: Tensor, y: Tensor | None, step: Step, rotation: Rotation, wanted: Tensor | None
+        self, x: Tensor, y: Tensor | None, step: Step, rotation: Rotation, wanted: Ends | None
     ) -> tuple[Tensor, Tensor]:
         """The stream, and what is yet to be added to it: on the way in and out, since the next norm adds it."""
         x, y = self.before_attention.whole(x, y)
-        x, seen = narrowed(x, self.attention(y, step, rotation), wanted)
-        x, y = self.before_mlp.whole(x, self.after_attention(seen))
+        seen = self.attention(y, step, rotation, wanted)
+        x, y = self.before_mlp.whole(narrowed(x, wanted), self.after_attention(seen))
         return x, self.after_mlp(self.mlp(y))
 
 

@@ -19,7 +19,7 @@ from bough.models.config import ModelConfig
 from bough.models.gemma3 import FULL, WINDOW, Gemma, layer_types, rounded
 from bough.models.weights import Weights
 from bough.ops import Norm
-from bough.state.step import Step
+from bough.state.step import Ends, Step
 
 ROPES = {  # where the config has none
     WINDOW: {"rope_theta": 1e4},
@@ -82,7 +82,7 @@ class Attention:
         self.out = weights.linear(f"{prefix}.o_proj", config.hidden_size, self.heads * self.head_dim, bias)
         self.kind = attention_kind(self.kv_heads, self.head_dim, self.window) if owns else None
 
-    def __call__(self, x: Tensor, step: Step, rotation: Rotation) -> Tensor:
+    def __call__(self, x: Tensor, step: Step, rotation: Rotation, wanted: Ends | None = None) -> Tensor:
         parts = self.project(x).split(self.sizes, -1)
         q, *kv = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)  # with K and V, one that is both, or none
         pages, norms = step.pages(self.source), (self.q_norm, self.k_norm, self.v_norm)
@@ -90,6 +90,8 @@ class Attention:
             q = ops.place_heads(q, rotation, kv=(kv[0], kv[-1]), pages=pages, norms=norms)
         else:
             q = ops.place_heads(q, rotation, norms=norms)
+        if wanted is not None:
+            q, step = narrowed(q, wanted), step.at_ends(wanted)
         seen = ops.attention(q, step.rows, stored=pages, scale=1.0, window=self.window, masks=step.masks)
         return self.out(seen.flatten(1))
 
@@ -165,17 +167,15 @@ class Layer:
         self.input = LayerInput(config, weights, prefix) if config.hidden_size_per_layer_input else None
         self.scalar = weights.tensor(f"{prefix}.layer_scalar", (1,))
 
-    def __call__(
-        self, x: Tensor, step: Step, rotation: Rotation, given: Tensor | None, wanted: Tensor | None
-    ) -> Tensor:
-        x, seen = narrowed(x, self.attention(self.before_attention(x), step, rotation), wanted)
-        x, y = self.before_mlp.whole(x, self.after_attention(seen))
+    def __call__(self, x: Tensor, step: Step, rotation: Rotation, given: Tensor | None, wanted: Ends | None) -> Tensor:
+        seen = self.attention(self.before_attention(x), step, rotation, wanted)
+        x, y = self.before_mlp.whole(narrowed(x, wanted), self.after_attention(seen))
         y = ops.made(self.mlp(y))
         if self.experts:
             y = self.after_dense(y) + self.experts(x)
         x = x + self.after_mlp(y)
         if self.input and given is not None:
-            x = self.input(x, given if wanted is None else given[wanted])
+            x = self.input(x, narrowed(given, wanted))
         return x * self.scalar
 
 

@@ -9,7 +9,7 @@ from bough.models.model import Model
 from bough.models.weights import Weights
 from bough.ops import Addend, Input, Norm
 from bough.state.kinds import Kind
-from bough.state.step import Step
+from bough.state.step import Ends, Step
 
 
 class Mixer(Protocol):
@@ -17,7 +17,9 @@ class Mixer(Protocol):
 
     @property
     def kind(self) -> Kind: ...
-    def __call__(self, x: Input, step: Step, rotation: Rotation) -> Addend: ...
+    def __call__(self, x: Input, step: Step, rotation: Rotation, wanted: Ends | None = None) -> Addend:
+        """What it adds to the stream of the wanted tokens, now that all are stored; None: of all."""
+        ...
 
 
 class MLP(Protocol):
@@ -29,11 +31,11 @@ class Layer:
         self.mixer_norm, self.mixer, self.mlp_norm, self.mlp = mixer_norm, mixer, mlp_norm, mlp
 
     def __call__(
-        self, x: Tensor, y: Addend | None, step: Step, rotation: Rotation, wanted: Tensor | None = None
+        self, x: Tensor, y: Addend | None, step: Step, rotation: Rotation, wanted: Ends | None = None
     ) -> tuple[Tensor, Addend]:
         """The stream, and what is yet to be added to it: on the way in and out, since the next norm adds it."""
         x, normed = self.mixer_norm.after(x, y)
-        x, normed = self.mlp_norm.after(*narrowed(x, self.mixer(normed, step, rotation), wanted))
+        x, normed = self.mlp_norm.after(narrowed(x, wanted), self.mixer(normed, step, rotation, wanted))
         return x, self.mlp(normed)
 
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from bough import ops
-from bough.models.blocks import Attention, GatedMLP, Rotation
+from bough.models.blocks import Attention, GatedMLP, Rotation, narrowed
 from bough.models.config import ModelConfig
 from bough.models.layered import Layer, Layered
 from bough.models.weights import Weights
 from bough.ops import Addend, Input, Norm
 from bough.state.kinds import ShortConv
-from bough.state.step import Step
+from bough.state.step import Ends, Step
 
 CONV, FULL = "conv", "full_attention"
 
@@ -29,10 +29,11 @@ class Convolution:
         self.bias = weights.tensor(f"{prefix}.conv.bias", (hidden,)) if bias else None
         self.out = weights.linear(f"{prefix}.out_proj", hidden, hidden, bias)
 
-    def __call__(self, x: Input, step: Step, rotation: Rotation) -> Addend:
+    def __call__(self, x: Input, step: Step, rotation: Rotation, wanted: Ends | None = None) -> Addend:
         b, c, v = self.project(x).chunk(3, -1)
         tails = step.slots(self.layer, "conv")
-        return self.out.later(c * ops.causal_conv(b * v, self.taps, step.rows, bias=self.bias, stored=tails).out)
+        seen = ops.causal_conv(b * v, self.taps, step.rows, bias=self.bias, stored=tails).out
+        return self.out.later(narrowed(c, wanted) * narrowed(seen, wanted))
 
 
 def mlp_width(config: ModelConfig) -> int:

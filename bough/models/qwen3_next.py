@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from bough import ops
-from bough.models.blocks import Attention, GatedMLP, Linear, Rotation, activation
+from bough.models.blocks import Attention, GatedMLP, Linear, Rotation, activation, narrowed
 from bough.models.config import ModelConfig
 from bough.models.layered import Layer, Layered
 from bough.models.weights import Weights
 from bough.ops import Addend, DeltaLayer, Input, Matrices, Norm
 from bough.state.kinds import Recurrent
-from bough.state.step import Step
+from bough.state.step import Ends, Step
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -49,14 +49,14 @@ class GatedDelta:
         values = config.linear_num_value_heads * config.linear_value_head_dim
         return [2 * keys + values, values, config.linear_num_value_heads, config.linear_num_value_heads]
 
-    def __call__(self, x: Input, step: Step, rotation: Rotation) -> Addend:
+    def __call__(self, x: Input, step: Step, rotation: Rotation, wanted: Ends | None = None) -> Addend:
         tails, states = step.slots(self.layer, "conv"), step.slots(self.layer, "delta")
         qkv, others = ops.projected_conv(
             x, self.inputs.weight, self.taps, step.rows, stored=tails, activation=self.activation
         )
         z, b, a = others.split(self.sizes[1:], -1)
         out = ops.gated_delta_layer(qkv, z, b, a, self.small, self.k_heads, step.rows, states)
-        return self.out.later(out.flatten(1))
+        return self.out.later(narrowed(out.flatten(1), wanted))
 
 
 class SparseMLP:
