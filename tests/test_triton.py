@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from bough import ops
 from bough.ops import Rows, Slots
 from bough.ops.ragged import Recording
+from bough.ops.twins import twins
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -50,6 +52,13 @@ def test_kernels_in_the_interpreter(name):
         text=True,
     )
     assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout + ran.stderr
+
+
+@pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
+def test_what_kernels_are_held_against_is_not_computed_by_them():
+    on_gpu = {dtype: SimpleNamespace(is_cuda=True, dtype=dtype) for dtype in (torch.float32, torch.float64)}
+    assert twins(on_gpu[torch.float32]) is not None
+    assert twins(on_gpu[torch.float64]) is None
 
 
 @pytest.fixture(autouse=True, scope="module")

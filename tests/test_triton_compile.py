@@ -164,8 +164,8 @@ def test_the_delta_rule_and_experts_fit(dtype, width, shared, compiled, monkeypa
 @pytest.mark.parametrize("shared", [HOPPER, ADA])
 def test_products_of_few_rows_fit(shared, compiled, monkeypatch):
     sharing(monkeypatch, shared)
-    for rows in (2, 16, 32):
-        for outputs in (2560, 8192):
+    for rows in (2, 16, 64):
+        for outputs in (2560, 8192, 18432):
             ops.linear(*(torch.zeros(count, 4096, dtype=torch.bfloat16) for count in (rows, outputs)))
     assert 0 < compiled["linear._product"] <= shared
 

@@ -52,6 +52,7 @@ SHAPES = [
     (1, 33, 40, PRODUCTS),
     (17, 64, 128, PRODUCTS),
     (3, 2, 8, PRODUCTS),
+    (61, 36, 72, PRODUCTS[1:2]),
 ]
 CASES = [(how, cut, *shape) for *shape, some in SHAPES for how, cut in some]
 
@@ -129,14 +130,16 @@ def test_half_a_norm_in_the_product_after_it(how, cut, rows, outputs, inputs, ac
 @kernels
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @pytest.mark.parametrize("channels", [24, 38, 40])
-@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("count", [1, 2, 5, 40])
 def test_a_convolution_in_the_product_before_it(count, channels, dtype, monkeypatch):
     """Rows move their slot on, go to another, or are the first."""
     x, weight, _ = made(count, 40, 96, dtype)
-    taps, data = torch.randn(3, channels, device=DEVICE), torch.randn(8, 2, channels, device=DEVICE).to(dtype)
+    taps, data = torch.randn(3, channels, device=DEVICE), torch.randn(48, 2, channels, device=DEVICE).to(dtype)
     x[-1] = 1.0
-    rows = Rows((1,) * count, (3, 0, 4, 4, 1)[:count])
-    tails, others = (Slots(each, (2, 3, 4, 4, 6)[:count], (2, 3, 5, 4, 1)[:count]) for each in (data, data.clone()))
+    more = tuple(range(8, 48))
+    rows = Rows((1,) * count, (3, 0, 4, 4, 1, *more)[:count])
+    read, write = ((*some, *more)[:count] for some in ((2, 3, 4, 4, 6), (2, 3, 5, 4, 1)))
+    tails, others = (Slots(each, read, write) for each in (data, data.clone()))
     monkeypatch.setattr(import_module("bough.ops.triton"), "few", lambda x, weight: True)  # in any dtype
     want = ops.projected_conv(x, weight, taps, rows, stored=others, activation=F.silu)
     with by_kernels(), poisoned_memory():
@@ -147,7 +150,7 @@ def test_a_convolution_in_the_product_before_it(count, channels, dtype, monkeypa
 
 
 @kernels
-@pytest.mark.parametrize("rows", [1, 5, 30])
+@pytest.mark.parametrize("rows", [1, 5, 61])
 def test_a_norm_between_products_is_left_to_them(rows, monkeypatch):
     """What ops make of it where twins are, and where they are not."""
     x, weight, _ = made(rows, 40, 96, LOW)
@@ -172,7 +175,7 @@ def test_a_norm_between_products_is_left_to_them(rows, monkeypatch):
 
 
 @kernels
-@pytest.mark.parametrize("rows", [1, 5, 30])
+@pytest.mark.parametrize("rows", [1, 5, 61])
 def test_the_cut_that_is_chosen(rows):
     x, weight, bias = made(rows, 40, 1288, LOW)
     with poisoned_memory():
@@ -187,7 +190,12 @@ def test_the_cut_that_is_chosen(rows):
 def test_what_the_kernels_leave_to_torch():
     x, weight = (torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for shape in ((4, 16), (8, 16)))
     assert twin.few(x, weight) and twin.few(x[:1], weight) and twin.few(x[:, :8], weight[:, :8].contiguous())
-    other = [(x.float(), weight.float()), (x, weight.float()), (x[:0], weight), (x.expand(33, 4, 16)[:, 0], weight)]
+    other = [
+        (x.float(), weight.float()),
+        (x, weight.float()),
+        (x[:0], weight),
+        (x[:1].expand(twin.ROWS + 1, 16), weight),
+    ]
     other += [(x[:, 1:13], weight[:, 1:13]), (x[:, :12], weight[:, :12].contiguous()), (x, weight[:, :1].expand(8, 16))]
     other += [(x.T.contiguous().T, weight), (x, weight.new_empty(1, 16).expand(twin.OUTPUTS + 1, 16))]
     assert not any(twin.few(*each) for each in other)
@@ -195,7 +203,7 @@ def test_what_the_kernels_leave_to_torch():
 
 @kernels
 @pytest.mark.skipif(DEVICE == "cpu", reason="graphs need CUDA")
-@pytest.mark.parametrize("rows", [1, 16, 32])
+@pytest.mark.parametrize("rows", [1, 16, 64])
 def test_a_captured_graph_repeats_what_was_computed(rows):
     x, weight, bias = made(rows, 2560, 4096, LOW)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()

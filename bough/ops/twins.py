@@ -5,12 +5,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 
 def twins(tensor: Tensor) -> ModuleType | None:
-    """The faster twins for whatever lies where this tensor does."""
-    return _triton() if tensor.is_cuda else None
+    """The faster twins for whatever lies where this tensor does; in float64 there are none to be faster than."""
+    return _triton() if tensor.is_cuda and tensor.dtype != torch.float64 else None
 
 
 @cache

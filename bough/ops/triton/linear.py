@@ -27,7 +27,7 @@ from bough.ops.triton.follow import follow, following, lead
 from bough.ops.triton.plan import plan, shared_bytes
 from bough.ops.triton.rest import Rest, Stored, Work, ask, finish, gathered, in_parts, noted, outputs_at, prepared
 
-ROWS = 32  # up to which these are faster than torch's own
+ROWS = 64  # up to which these, with all that they take over, are faster than torch's own
 OUTPUTS = 1 << 16  # up to which these are faster than torch's own
 CHUNK = tl.constexpr(8)  # neighbouring inputs that a thread loads at once, and adds up
 
@@ -143,11 +143,15 @@ def vector_cut(outputs: int, inputs: int) -> Cut:
     return Cut(4, 256, 1, 5) if outputs >= 8192 else Cut(4, 512, 2, 4)
 
 
-def product_cut(outputs: int, inputs: int) -> Cut:
-    """The inputs are cut so that there is about a program for each of 132 processors."""
-    if outputs >= 8192:
-        return Cut(64, 128, 4, 3)
-    return Cut(64, 128, 4, 5, max(1, min(inputs // 512, round(132 * 64 / outputs))))
+def product_cut(outputs: int, inputs: int, rows: int) -> Cut:
+    """The inputs are cut so that there is about a program for each of 132 processors.
+
+    Of many outputs all programs should run at a time: with many rows, which take as much room as weights, they hold
+    less ahead where three of them share a processor.
+    """
+    if outputs < 8192:
+        return Cut(64, 128, 4, 5, max(1, min(inputs // 512, round(132 * 64 / outputs))))
+    return Cut(64, 64, 4, 4) if rows > 32 and outputs > 2 * 132 * 64 else Cut(64, 128, 4, 3)
 
 
 def few(x: Tensor, weight: Tensor | Chunks) -> bool:
@@ -191,6 +195,7 @@ def projected_rows(x: Input, weight: Tensor | Chunks, taps: Tensor, rows: Rows, 
 def _made(x: Input, work: Work) -> Stored:
     if isinstance(work.weight, Chunks):
         return quant.made(x, work)
+    outputs, inputs = work.weight.shape
     if len(x) == 1:
-        return vector(x, work, vector_cut(*work.weight.shape))
-    return product(x, work, product_cut(*work.weight.shape))
+        return vector(x, work, vector_cut(outputs, inputs))
+    return product(x, work, product_cut(outputs, inputs, len(x)))
