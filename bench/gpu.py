@@ -170,12 +170,12 @@ def delta_prefill(run: Run) -> None:
             if tokens == 2048:
                 exact, last = exact_delta(*inputs, data[0])
                 ours = work().out
-                reference = Slots(data.clone(), read, write)
-                out = ops.gated_delta(*inputs, shape, stored=reference).out
+                reference = Slots(data.cpu(), read, write)  # the readable op runs on the host
+                out = ops.gated_delta(*(each.cpu() for each in inputs), shape, stored=reference).out.to(DEVICE)
                 values |= {"error": error(ours, exact), "state_error": error(data[1], last)}
                 values |= {
                     "reference_error": error(out, exact),
-                    "reference_state_error": error(reference.data[1], last),
+                    "reference_state_error": error(reference.data[1].to(DEVICE), last),
                 }
                 if peer is not None:
                     values["fla_error"] = error(theirs()[0][0], exact)
