@@ -4,6 +4,7 @@ Steps of tiny models in bfloat16 launch kernels as they would on a device; what 
 """
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from bough.state.fixed import Fixed
 from bough.state.layout import Layout
 from bough.state.pool import Pool
 from bough.state.recordings import Turns
-from bough.state.step import Step
+from bough.state.step import Ends, Step
 
 pytestmark = pytest.mark.skipif(not INSTALLED or INTERPRETED, reason="needs triton, and not its interpreter")
 WIDE = {**SHAPE, "hidden_size": 128, "head_dim": 64, "intermediate_size": 256}
@@ -101,7 +102,9 @@ def test_steps_of_all_shapes(family, tmp_path, compiled, monkeypatch):
     model = load_model(save(family(), tmp_path), dtype="bfloat16")
     layout = Layout.of(model.kinds, page_tokens=16, dtype=model.dtype)
     pool = Pool(layout, 80 * layout.slab_bytes, max_running=8)
-    model(Step.rehearsal(pool, (100, 2), (30, 5)))
+    step = Step.rehearsal(pool, (100, 2), (30, 5))
+    model(step)
+    model(replace(step, wanted=Ends.of(step.rows, (1, 0), model.device)))
     for rows, each, recorded in ((1, 1, False), (4, 2, True)):
         step = Fixed(pool, rows, each, 256).step(Turns(pool).room if recorded else None)
         hidden = model(step)

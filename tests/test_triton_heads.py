@@ -58,7 +58,13 @@ def same(ours: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("kinds", [("none",) * 3, ("rounded", "rounded", "none"), ("scaled", "scaled", "bare")])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "k_dim", "v_dim", "rotated", "numbers"),
-    [(6, 2, 24, 24, 24, 1024), (3, 3, 40, 16, 12, 1024), (5, 1, 16, 32, 4, 32), (8, 2, 256, 256, 64, 1024)],
+    [
+        (6, 2, 24, 24, 24, 1024),
+        (3, 3, 40, 16, 12, 1024),
+        (0, 3, 40, 16, 12, 1024),
+        (5, 1, 16, 32, 4, 32),
+        (8, 2, 256, 256, 64, 1024),
+    ],
 )
 def test_heads(monkeypatch, heads, kv_heads, k_dim, v_dim, rotated, numbers, kinds, dtype):
     monkeypatch.setattr(kernel, "NUMBERS", numbers)

@@ -81,16 +81,20 @@ class Attention:
         return attention_kind(self.kv_heads, self.head_dim, self.window)
 
     def __call__(self, x: Input, step: Step, rotation: Rotation, wanted: Ends | None = None) -> Addend:
-        q, k, v = self.qkv(x).split(self.sizes, -1)
-        q = q.view(len(x), self.heads, self.sizes[0] // self.heads)  # [T, H, d], or [T, H, 2d] with the gate
+        q, k, v = self._projected(x, wanted)
+        q = q.view(len(q), self.heads, self.sizes[0] // self.heads)  # [T, H, d], or [T, H, 2d] with the gate
         gate = None
         if self.gated:
             q, gate = q.chunk(2, -1)
         k, v = (each.view(len(x), self.kv_heads, self.head_dim) for each in (k, v))
-        pages = step.pages(self.layer)
-        q = ops.place_heads(q, rotation, kv=(k, v), pages=pages, norms=(self.q_norm, self.k_norm, None))
-        if wanted is not None:
-            q, gate, step = narrowed(q, wanted), gate if gate is None else narrowed(gate, wanted), step.at_ends(wanted)
+        pages, norms = step.pages(self.layer), (self.q_norm, self.k_norm, None)
+        if wanted is None:
+            q = ops.place_heads(q, rotation, kv=(k, v), pages=pages, norms=norms)
+        else:
+            ops.place_heads(k[:, :0], rotation, kv=(k, v), pages=pages, norms=norms)
+            cos, sin = rotation
+            q = ops.place_heads(q, (narrowed(cos, wanted), narrowed(sin, wanted)), norms=norms)
+            step = step.at_ends(wanted)
         seen = ops.attention(
             q,
             step.rows,
@@ -102,6 +106,17 @@ class Attention:
             gate=gate,
         )
         return self.out.later(seen.flatten(1))
+
+    def _projected(self, x: Input, wanted: Ends | None) -> Sequence[Tensor]:
+        """The queries of the wanted tokens, and K and V of all: one product, but where a plain weight can be parted."""
+        weight, bias, own = self.qkv.weight, self.qkv.bias, self.sizes[0]
+        if wanted is None or not isinstance(weight, Tensor):
+            q, k, v = self.qkv(x).split(self.sizes, -1)
+            return narrowed(q, wanted), k, v
+        x = ops.made(x)
+        q = ops.linear(narrowed(x, wanted), weight[:own], None if bias is None else bias[:own])
+        kv = ops.linear(x, weight[own:], None if bias is None else bias[own:])
+        return q, *kv.split(self.sizes[1:], -1)
 
 
 def attention_kind(kv_heads: int, head_dim: int, window: int | None) -> PageKind:

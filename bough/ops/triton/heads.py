@@ -70,7 +70,7 @@ def _place_heads(
     heads: tl.constexpr, kv_heads: tl.constexpr, k_width: tl.constexpr, v_width: tl.constexpr, rotated: tl.constexpr,
     each: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Without kv_heads there are queries alone."""
+    """Without kv_heads there are queries alone, and without heads none."""
     q_programs, kv_programs = tl.cdiv(heads, each), tl.cdiv(kv_heads, each)
     programs = q_programs + 2 * kv_programs
     token, part = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs
@@ -117,9 +117,9 @@ def place_heads(
     assert all(each is None or each.stride(-1) == 1 for each in (q, k, v, *stored[:2]))
     assert cos.is_contiguous() and sin.is_contiguous()
     block = triton.next_power_of_2(max(width, v_width))
-    each = min(max(1, NUMBERS // block), triton.next_power_of_2(heads))
+    each = min(max(1, NUMBERS // block), triton.next_power_of_2(max(1, heads, kv_heads)))
     programs = triton.cdiv(heads, each) + 2 * triton.cdiv(kv_heads, each)
-    if total:
+    if total * programs:
         _place_heads[(total * programs,)](
             q, k, v, out, *stored, cos, sin,
             *(norm and norm.weight for norm in norms), *(norm.eps if norm else 0.0 for norm in norms),
