@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bough import ops
 from bough.errors import UnknownArchitecture
-from bough.ops import Activation, Addend, Input, Norm, Parts, Quantised
+from bough.ops import Activation, Addend, Input, Norm, Pages, Parts, Quantised
 from bough.state.kinds import FullKV, PageKind, WindowKV
 from bough.state.step import Ends, Step
 
@@ -80,21 +80,16 @@ class Attention:
     def kind(self) -> PageKind:
         return attention_kind(self.kv_heads, self.head_dim, self.window)
 
-    def __call__(self, x: Input, step: Step, rotation: Rotation, wanted: Ends | None = None) -> Addend:
-        q, k, v = self._projected(x, wanted)
+    def __call__(self, x: Input, step: Step, rotation: Rotation, wanted: Ends | None) -> Addend:
+        q, k, v = projected(x, self.qkv, self.sizes, wanted)
         q = q.view(len(q), self.heads, self.sizes[0] // self.heads)  # [T, H, d], or [T, H, 2d] with the gate
         gate = None
         if self.gated:
             q, gate = q.chunk(2, -1)
         k, v = (each.view(len(x), self.kv_heads, self.head_dim) for each in (k, v))
         pages, norms = step.pages(self.layer), (self.q_norm, self.k_norm, None)
-        if wanted is None:
-            q = ops.place_heads(q, rotation, kv=(k, v), pages=pages, norms=norms)
-        else:
-            ops.place_heads(k[:, :0], rotation, kv=(k, v), pages=pages, norms=norms)
-            cos, sin = rotation
-            q = ops.place_heads(q, (narrowed(cos, wanted), narrowed(sin, wanted)), norms=norms)
-            step = step.at_ends(wanted)
+        q = placed(q, (k, v), pages, rotation, norms, wanted)
+        step = step if wanted is None else step.at_ends(wanted)
         seen = ops.attention(
             q,
             step.rows,
@@ -107,16 +102,33 @@ class Attention:
         )
         return self.out.later(seen.flatten(1))
 
-    def _projected(self, x: Input, wanted: Ends | None) -> Sequence[Tensor]:
-        """The queries of the wanted tokens, and K and V of all: one product, but where a plain weight can be parted."""
-        weight, bias, own = self.qkv.weight, self.qkv.bias, self.sizes[0]
-        if wanted is None or not isinstance(weight, Tensor):
-            q, k, v = self.qkv(x).split(self.sizes, -1)
-            return narrowed(q, wanted), k, v
-        x = ops.made(x)
-        q = ops.linear(narrowed(x, wanted), weight[:own], None if bias is None else bias[:own])
-        kv = ops.linear(x, weight[own:], None if bias is None else bias[own:])
-        return q, *kv.split(self.sizes[1:], -1)
+
+def projected(x: Input, linear: Linear, sizes: Sequence[int], wanted: Ends | None) -> Sequence[Tensor]:
+    """The queries of the wanted tokens, and K and V of all: one product, but where a plain weight can be parted."""
+    weight, bias, own = linear.weight, linear.bias, sizes[0]
+    if wanted is None or not isinstance(weight, Tensor):
+        q, *kv = linear(x).split(sizes, -1)
+        return narrowed(q, wanted), *kv
+    x = ops.made(x)
+    q = ops.linear(narrowed(x, wanted), weight[:own], None if bias is None else bias[:own])
+    both = ops.linear(x, weight[own:], None if bias is None else bias[own:])
+    return q, *both.split(sizes[1:], -1)
+
+
+def placed(
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    pages: Pages,
+    rotation: Rotation,
+    norms: tuple[Norm | None, Norm | None, Norm | None],
+    wanted: Ends | None,
+) -> Tensor:
+    """The queries of the wanted tokens, normed and turned, and K and V of all in their pages."""
+    if wanted is None:
+        return ops.place_heads(q, rotation, kv=kv, pages=pages, norms=norms)
+    ops.place_heads(kv[0][:, :0], rotation, kv=kv, pages=pages, norms=norms)
+    cos, sin = rotation
+    return ops.place_heads(q, (narrowed(cos, wanted), narrowed(sin, wanted)), norms=norms)
 
 
 def attention_kind(kv_heads: int, head_dim: int, window: int | None) -> PageKind:

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from bough import ops
 from bough.errors import ModelError, UnknownArchitecture
-from bough.models.blocks import GatedMLP, Rope, Rotation, activation, attention_kind, narrowed, narrowing
+from bough.models.blocks import (
+    GatedMLP,
+    Rope,
+    Rotation,
+    activation,
+    attention_kind,
+    narrowed,
+    narrowing,
+    placed,
+    projected,
+)
 from bough.models.config import ModelConfig
 from bough.models.gemma3 import FULL, WINDOW, Gemma, layer_types, rounded
 from bough.models.weights import Weights
@@ -82,16 +92,15 @@ class Attention:
         self.out = weights.linear(f"{prefix}.o_proj", config.hidden_size, self.heads * self.head_dim, bias)
         self.kind = attention_kind(self.kv_heads, self.head_dim, self.window) if owns else None
 
-    def __call__(self, x: Tensor, step: Step, rotation: Rotation, wanted: Ends | None = None) -> Tensor:
-        parts = self.project(x).split(self.sizes, -1)
+    def __call__(self, x: Tensor, step: Step, rotation: Rotation, wanted: Ends | None) -> Tensor:
+        parts = projected(x, self.project, self.sizes, wanted)
         q, *kv = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)  # with K and V, one that is both, or none
         pages, norms = step.pages(self.source), (self.q_norm, self.k_norm, self.v_norm)
         if kv:  # the layers that share them find them there
-            q = ops.place_heads(q, rotation, kv=(kv[0], kv[-1]), pages=pages, norms=norms)
+            q = placed(q, (kv[0], kv[-1]), pages, rotation, norms, wanted)
         else:
             q = ops.place_heads(q, rotation, norms=norms)
-        if wanted is not None:
-            q, step = narrowed(q, wanted), step.at_ends(wanted)
+        step = step if wanted is None else step.at_ends(wanted)
         seen = ops.attention(q, step.rows, stored=pages, scale=1.0, window=self.window, masks=step.masks)
         return self.out(seen.flatten(1))
 

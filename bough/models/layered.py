@@ -17,7 +17,7 @@ class Mixer(Protocol):
 
     @property
     def kind(self) -> Kind: ...
-    def __call__(self, x: Input, step: Step, rotation: Rotation, wanted: Ends | None = None) -> Addend:
+    def __call__(self, x: Input, step: Step, rotation: Rotation, wanted: Ends | None) -> Addend:
         """What it adds to the stream of the wanted tokens, now that all are stored; None: of all."""
         ...
 

@@ -29,7 +29,7 @@ class Convolution:
         self.bias = weights.tensor(f"{prefix}.conv.bias", (hidden,)) if bias else None
         self.out = weights.linear(f"{prefix}.out_proj", hidden, hidden, bias)
 
-    def __call__(self, x: Input, step: Step, rotation: Rotation, wanted: Ends | None = None) -> Addend:
+    def __call__(self, x: Input, step: Step, rotation: Rotation, wanted: Ends | None) -> Addend:
         b, c, v = self.project(x).chunk(3, -1)
         tails = step.slots(self.layer, "conv")
         seen = ops.causal_conv(b * v, self.taps, step.rows, bias=self.bias, stored=tails).out

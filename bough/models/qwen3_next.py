@@ -49,7 +49,7 @@ class GatedDelta:
         values = config.linear_num_value_heads * config.linear_value_head_dim
         return [2 * keys + values, values, config.linear_num_value_heads, config.linear_num_value_heads]
 
-    def __call__(self, x: Input, step: Step, rotation: Rotation, wanted: Ends | None = None) -> Addend:
+    def __call__(self, x: Input, step: Step, rotation: Rotation, wanted: Ends | None) -> Addend:
         tails, states = step.slots(self.layer, "conv"), step.slots(self.layer, "delta")
         qkv, others = ops.projected_conv(
             x, self.inputs.weight, self.taps, step.rows, stored=tails, activation=self.activation
