@@ -306,9 +306,9 @@ def test_spans_share_out_all_keys_evenly(lengths, window, programs):
     """No span is empty where the keys from a multiple of SPAN on are shared out, so many at a time."""
     counts, history = zip(*lengths, strict=True)
     parts = divided(counts, history, window, programs)
-    assert len(parts.row) == parts.used.sum() <= most_spans(len(lengths), programs)
+    assert len(parts.row) == sum(parts.used) <= most_spans(len(lengths), programs)
     for row, (count, before) in enumerate(lengths):
-        used = int(parts.used[row])
-        assert (used > 0) == (0 < count <= FEW) and (parts.row == row).sum() == used
+        used = parts.used[row]
+        assert (used > 0) == (0 < count <= FEW) and parts.row.count(row) == used
         low = 0 if window is None else max(0, before - window + 1) // SPAN * SPAN
         assert used <= -(-(before + count - low) // SPAN)

@@ -24,8 +24,7 @@ class Rows:
 
     def __post_init__(self) -> None:
         assert len(self.counts) == len(self.history)
-        assert not self.cuts or len(self.cuts) == len(self.counts)
-        for cuts, count in zip(self.cuts, self.counts, strict=False):
+        for cuts, count in zip(self.cuts, self.counts, strict=True) if self.cuts else ():
             assert all(0 < cut <= count for cut in cuts) and list(cuts) == sorted(set(cuts)), f"cuts {cuts} of {count}"
 
     @property

@@ -1,15 +1,11 @@
 """How the keys of rows of a few tokens are divided among programs, so that all processors of a device have work."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from math import ceil, sqrt
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-
-Ints = NDArray[np.int64]
 
 FEW = 9  # new tokens of a row, up to which its queries are answered together
 SPAN = 64  # keys that are worth a program of their own; spans begin at multiples of it
@@ -19,12 +15,11 @@ APART = 4  # rows, up to which there are enough spans of each that to join them 
 REST = 0.25  # of a span, up to which what is left over makes no span of its own
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
+class Division(NamedTuple):
     """Rows and their spans, on the host."""
 
-    used: Ints  # [R]: spans of each row
-    row: Ints  # [N]: the row of each span
+    used: list[int]  # [R]: spans of each row
+    row: list[int]  # [N]: the row of each span
 
 
 def divided(counts: Sequence[int], history: Sequence[int], window: int | None, programs: int) -> Division:
@@ -40,8 +35,8 @@ def divided(counts: Sequence[int], history: Sequence[int], window: int | None, p
     joins = JOIN * (1 if joined_apart(len(few)) else max(few))
     least = max(1, sum(keys) / programs, sqrt(joins * max(keys, default=0)))
     size = ceil(least / SPAN) * SPAN
-    used = np.array([ceil(n / size - REST) or 1 if n else 0 for n in keys], np.int64)
-    return Division(used, np.arange(len(used)).repeat(used))
+    used = [ceil(n / size - REST) or 1 if n else 0 for n in keys]
+    return Division(used, [row for row, spans in enumerate(used) for _ in range(spans)])
 
 
 def joined_apart(rows: int) -> bool:

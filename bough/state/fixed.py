@@ -43,6 +43,7 @@ class Fixed:
         self._blank = self._without_rows()
         self._numbers = torch.zeros(self._end + pages, dtype=torch.int32, device=pool.device)
         self._numbers[: self._end] = torch.from_numpy(self._blank)
+        self._unsent: tuple[Tensor, NDArray[np.int32]] | None = None
         self.tokens, self.positions = self._view("token"), self._view("position")
         self.short = ShortRows(*(self._view(name) for name in ("start", "tokens", "read", "write")))
         self.owed = Owed(*(self._view(name) for name in ("turn", "owed start", "owed tokens")))
@@ -90,11 +91,8 @@ class Fixed:
         """
         assert isinstance(step.numbers, HostNumbers)
         numbers, rows = step.numbers, step.rows
-        tables = [numbers.pages(unit) for unit in self.pool.page_stores]
-        size = self._end + sum([len(pages) for pages, _ in tables])
-        sent = torch.empty(size, dtype=torch.int32, pin_memory=self.pool.device.type == "cuda")
-        packed = sent.numpy()
-        packed[: self._end] = self._blank
+        sent, packed = self._unsent or self._buffer()
+        self._unsent = None  # whatever becomes of it
 
         def put(name: str, values: Values) -> None:
             start = self._at[name].start
@@ -102,36 +100,45 @@ class Fixed:
 
         put("token", numbers.fed)
         put("position", numbers.places)
-        put("place", numbers.places % self.pool.layout.page_tokens)
-        put("turn", [turn])
-        by_row, end = self._by_row(step, numbers, owed), self._end
-        for unit, (pages, offset) in zip(self.pool.page_stores, tables, strict=True):
+        put("place", numbers.paged[1])
+        put("turn", (turn,))
+        by_row, end = self._by_row(step, owed), self._end
+        for unit in self.pool.page_stores:
+            pages, offset = numbers.pages(unit)
             parts = divided(rows.counts, rows.history, self._windows[unit], self._programs[unit])
-            used = parts.used.tolist()
-            by_row += [[at + end - self._end for at in offset], [0, *accumulate(used[:-1])], used]
+            shift = end - self._end
+            by_row += [[at + shift for at in offset], [0, *accumulate(parts.used[:-1])], parts.used]
             put(f"page {unit}", numbers.written(unit))
             put(f"row {unit}", parts.row)
             packed[end : end + len(pages)] = pages
             end += len(pages)
         columns = packed[: self._at["token"].start].reshape(len(by_row), -1)
         columns[:, : len(rows.counts)] = by_row
-        self._numbers[: len(packed)].copy_(sent, non_blocking=True)
+        self._numbers[:end].copy_(sent[:end], non_blocking=True)
         if step.given is not None:
             self.tokens[: rows.total].copy_(step.given)
 
-    def _by_row(self, step: Step, numbers: HostNumbers, owed: Sequence[tuple[int, int]]) -> list[Sequence[int]]:
+    def make_ready(self) -> None:
+        """Have a buffer for the next numbers, while the device is at work on those that were sent."""
+        self._unsent = self._buffer()
+
+    def _buffer(self) -> tuple[Tensor, NDArray[np.int32]]:
+        buffer = torch.empty(len(self._numbers), dtype=torch.int32, pin_memory=self.pool.device.type == "cuda")
+        packed = buffer.numpy()
+        packed[: self._end] = self._blank
+        return buffer, packed
+
+    def _by_row(self, step: Step, owed: Sequence[tuple[int, int]]) -> list[Sequence[int]]:
         """What there is of PER_ROW, in that order."""
         counts, history = step.rows.counts, step.rows.history
         none, nothing = (NONE,) * len(counts), (0,) * len(counts)
-        return [
-            numbers.start.tolist(),
-            counts,
-            history,
-            [slot if before else NONE for slot, before in zip(step.read or none, history, strict=True)],
-            [NONE if kept else slot for slot, kept in zip(step.write or none, step.recorded or nothing, strict=True)],
-            [start for start, _ in owed] or nothing,
-            [count for _, count in owed] or nothing,
-        ]
+        read, write = step.read or none, step.write or none
+        if 0 in history:
+            read = tuple([slot if before else NONE for slot, before in zip(read, history, strict=True)])
+        if any(step.recorded):
+            write = tuple([NONE if kept else slot for slot, kept in zip(write, step.recorded, strict=True)])
+        owed_start, owed_tokens = zip(*owed, strict=True) if owed else (nothing, nothing)
+        return [[0, *accumulate(counts[:-1])], counts, history, read, write, owed_start, owed_tokens]
 
 
 def _window(pool: Pool, unit: int) -> int | None:

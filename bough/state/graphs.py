@@ -7,6 +7,7 @@ to run them. Rows are padded to a bucket, tokens to what the longest row has; wh
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from bough.state.step import Step
 
 MOST = 256  # rows
 EACH = (1, 2, 3, 5, FEW)  # tokens of a row that steps are captured for
+CAPTURED = [next(each for each in EACH if each >= most) for most in range(FEW + 1)]  # by the tokens of the longest row
 LEFT = 1 << 30  # bytes that are left to what is not captured
 TILE = 128  # tokens that a library's product takes at a time, where there are many
 ROOM = 8  # rows that there is room to record for, at the least
@@ -45,10 +47,11 @@ class Captured:
             settle(step)
             self.fixed.fill(step)
             self.graph.replay()
-            return
-        self.fixed.fill(step, 1 - self.turns.turn, self.turns.owed(step.states))
-        self.graph.replay()
-        step.recordings.lasting = self.turns.took(step.states)
+        else:
+            self.fixed.fill(step, 1 - self.turns.turn, self.turns.owed(step.states))
+            self.graph.replay()
+            step.recordings.lasting = self.turns.took(step.states)
+        self.fixed.make_ready()
 
 
 def settle(step: Step) -> None:
@@ -94,7 +97,7 @@ class Graphs:
 
     def _captured_for(self, step: Step, rows: Tensor | None) -> Captured | None:
         """The graph for a step's shape; None where there is no memory for it, or a model waits for the device."""
-        each = next(each for each in EACH if each >= max(step.rows.counts))
+        each = CAPTURED[max(step.rows.counts)]
         shape = (bucket(len(step.rows.counts), each), each, step.recordings is not None)
         if step.recordings is not None and not self._has_room(min(shape[0], self.pool.max_running)):
             return None
@@ -141,6 +144,7 @@ class Graphs:
         return Captured(graph, fixed, given, hidden, logits, self._turns if recorded else None)
 
 
+@cache
 def bucket(rows: int, each: int = 1) -> int:
     """The least number of rows that is captured and holds so many: powers of two, and halves between them.
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from bough.errors import PoolFull
 from bough.state.capacity import slabs
 from bough.state.layout import Layout
-from bough.state.store import Ids, Run, Store
+from bough.state.store import EMPTY, Ids, Run, Store
 
 
 class Holder(Protocol):
@@ -105,6 +105,8 @@ class Pool:
 
         Slots are for states, and there whatever pages and snapshots take; or, if `spare`, for whoever can do without.
         """
+        if not any(counts):
+            return [EMPTY.ids] * len(counts)
         needed = self.slabs_for(counts, spare=spare) if self._takes_slabs(counts) else 0
         if needed > len(self._free_slabs):
             wanted = ", ".join(f"{n} {s.unit.name}" for n, s in zip(counts, self.stores, strict=True) if n)

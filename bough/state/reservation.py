@@ -13,7 +13,8 @@ everyone. A state in a transaction gets a slot of its own, which is left alone, 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain, compress
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -63,69 +64,84 @@ def forward(
     reservation.finish()
 
 
-class _Appends:
-    """What the rows add to one page group. The states themselves change only when the reservation finishes."""
+class _Growth(NamedTuple):
+    """A row that gets pages."""
 
-    def __init__(self, pool: Pool, unit: int, states: Sequence[State], before: Ids, counts: Ids) -> None:
+    row: int
+    pages: int
+    copies: bool  # whether the first of them takes the place of its last one, which is shared
+    filled: int  # tokens in the last of them
+
+
+class _Appends:
+    """What the rows add to one page group. The states themselves change only when the reservation finishes.
+
+    All of it is planned row by row with plain numbers: rows are few, and arrays would cost one row as much as all.
+    """
+
+    def __init__(self, pool: Pool, unit: int, states: Sequence[State], rows: Rows) -> None:
         self.unit, self._store, self._states, self._size = unit, pool.stores[unit], states, pool.layout.page_tokens
         self.runs = [state.runs[unit] for state in states]  # after the step, those out of reach still included
         ahead = self._store.unit.reach is None
-        self.filled = np.array([state.known for state in states], np.int64) if ahead else before  # before the step
-        added = np.maximum(before + counts - self.filled, 0)  # known tokens add nothing
-        inside = self.filled % self._size * (added > 0)  # of a last page that is not full, where the row goes on
-        self._written = inside + added  # tokens, from the start of the first page that is written
-        self._takes = -(-self._written // self._size) - (inside > 0)  # pages, for each row
-        self._marks = np.minimum(self._written, self._size)
-        self._copies = self._plan_tails(inside)
-        self._old_marks = self._store.fill[self._tails]
+        self.filled = [state.known for state in states] if ahead else list(rows.history)  # before the step
+        self._marks: list[tuple[int, int]] = []  # pages that are appended to in place, and how far
+        self._old_marks: list[tuple[int, int]] = []
+        self._growing: list[_Growth] = []
         self._old: dict[int, Run] = {}  # of rows that get pages
         self.taken = EMPTY.ids
+        self._plan(rows)
 
-    def _plan_tails(self, inside: Ids) -> set[int]:
-        """Find the pages that are appended to in place, and the rows that copy theirs. The other rows mark scratch."""
-        store, scratch = self._store, self._store.scratch
-        tails = [run.ids[-1] if some else scratch for run, some in zip(self.runs, inside.tolist(), strict=True)]
-        self._tails = np.array(tails, np.int64)
-        copies = set()
+    def _plan(self, rows: Rows) -> None:
+        store, size = self._store, self._size
         left: dict[int, int] = {}  # fill marks as the rows before this one will leave them
-        for row in (store.refs[self._tails] > 1).nonzero()[0].tolist():
-            tail = tails[row]
-            if left.get(tail, store.fill[tail]) == inside[row]:
-                left[tail] = self._marks[row]
-            else:
-                copies.add(row)
-                self._takes[row] += 1
-                self._tails[row] = scratch
-        return copies
+        for row, (filled, before, count) in enumerate(zip(self.filled, rows.history, rows.counts, strict=True)):
+            added = before + count - filled
+            if added <= 0:  # known tokens add nothing
+                continue
+            inside = filled % size  # of a last page that is not full
+            written = inside + added  # tokens, from the start of the first page that is written
+            pages, copies = -(-written // size), False
+            if inside:
+                tail = int(self.runs[row].ids[-1])
+                copies = bool(store.refs[tail] > 1 and left.get(tail, store.fill[tail]) != inside)
+                if not copies:
+                    pages -= 1
+                    left[tail] = min(written, size)
+                    self._marks.append((tail, left[tail]))
+            if pages:
+                self._growing.append(_Growth(row, pages, copies, (written - 1) % size + 1))
 
     @property
     def takes(self) -> int:
-        return sum(self._takes.tolist())
+        return sum([each.pages for each in self._growing])
 
     def apply(self, taken: Ids) -> None:
         """Use the entries taken: copy shared tails, append the new pages, and set the fill marks."""
-        self.taken = taken
-        self._store.fill[self._tails] = self._marks
-        for row in self._takes.nonzero()[0].tolist():
-            old, count = self.runs[row], int(self._takes[row])
-            kept, new, taken = old.ids, taken[:count], taken[count:]
-            if row in self._copies:
+        self.taken, fill = taken, self._store.fill
+        for tail, mark in self._marks:
+            self._old_marks.append((tail, int(fill[tail])))
+            fill[tail] = mark
+        for row, pages, copies, filled in self._growing:
+            old, new, taken = self.runs[row], taken[:pages], taken[pages:]
+            kept = old.ids
+            if copies:
                 self._store.copy(kept[-1:], new[:1])
                 kept = kept[:-1]
             self._old[row], self.runs[row] = old, Run(old.first, np.concatenate([kept, new]))
-            self._store.fill[new] = self._size
-            self._store.fill[new[-1]] = (self._written[row] - 1) % self._size + 1
+            fill[new] = self._size
+            fill[new[-1]] = filled
 
     def finish(self) -> None:
         """Give the states their new runs, what fell out of reach included."""
-        for row, old in self._old.items():
-            if row in self._copies:
-                self._store.release(old.ids[-1:])
+        for row, _, copies, _ in self._growing:
+            if copies:
+                self._store.release(self._old[row].ids[-1:])
             self._states[row].runs[self.unit] = self.runs[row]
 
     def abort(self) -> None:
         self._store.release(self.taken)
-        self._store.fill[self._tails] = self._old_marks
+        for tail, mark in reversed(self._old_marks):
+            self._store.fill[tail] = mark
 
 
 class Reservation:
@@ -138,8 +154,7 @@ class Reservation:
             raise StateError("a state is twice in one step; give each sequence a state of its own (fork)")
         self.rows = Rows(tuple([len(tokens) for _, tokens in batch]), tuple([state.length for state in self.states]))
         self._expect_usable(cuts)
-        before, counts = np.array(self.rows.history, np.int64), np.array(self.rows.counts, np.int64)
-        self._appends = [_Appends(pool, unit, self.states, before, counts) for unit in pool.page_stores]
+        self._appends = [_Appends(pool, unit, self.states, self.rows) for unit in pool.page_stores]
         movers, copiers = self._plan_slots()
         needs = [0] * len(pool.stores)
         for append in self._appends:
@@ -192,15 +207,19 @@ class Reservation:
         """The states that will write a new slot, and those that need a copy of the one they share."""
         if self.pool.slot_store is None:
             return [], []
-        active = [state for state, count in zip(self.states, self.rows.counts, strict=True) if count]
-        movers, copiers = [state for state in active if state.slot is None], []
-        slots = {state: state.slot for state in active if state.slot is not None}
-        shared = self.pool.refs_of(list(slots.values())) > 1
+        refs = self.pool.stores[self.pool.slot_store].refs
+        movers: list[State] = []
+        copiers: list[State] = []
         groups: dict[int, list[State]] = {}
-        for state, slot in compress(slots.items(), shared.tolist()):
-            groups.setdefault(slot, []).append(state)
+        for state, count in zip(self.states, self.rows.counts, strict=True):
+            if not count:
+                continue
+            if state.slot is None:
+                movers.append(state)
+            elif refs[state.slot] > 1:
+                groups.setdefault(state.slot, []).append(state)
         for slot, group in groups.items():
-            if self.pool.slot_refs(slot) == len(group):
+            if refs[slot] == len(group):
                 copiers += group[:-1]
             else:
                 copiers += [state for state in group if state.transaction is not None]

@@ -10,8 +10,9 @@ Fixed numbers (fixed.py) has them at addresses that stay.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
+from operator import gt
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -80,7 +81,7 @@ class HostNumbers:
         rows: Rows,
         tokens: Ints,
         runs: dict[int, list[Run]],
-        known: dict[int, Ints] | None = None,
+        known: dict[int, list[int]] | None = None,
     ) -> None:
         """Entries of tokens before `known`, a length a row, are there already: what is computed goes to scratch."""
         self.pool, self.rows, self.fed, self.runs, self.known = pool, rows, tokens, runs, known
@@ -88,10 +89,18 @@ class HostNumbers:
         self.owed: Owed | None = None
         self._tables: dict[int, PageTable] = {}
         self._pages: dict[int, tuple[Ints, list[int]]] = {}
-        self.counts, self.history = np.array(rows.counts, np.int64), np.array(rows.history, np.int64)
-        self.start: Ints = self.counts.cumsum() - self.counts  # the first token of each row
-        self._row = np.arange(len(self.counts)).repeat(self.counts)  # of each token
-        self.places = np.arange(len(self._row)) + (self.history - self.start)[self._row]  # the position of each token
+
+    @cached_property
+    def places(self) -> Ints:
+        """The position of each token."""
+        row, inside = _tokens(self.rows.counts)
+        places: Ints = np.array(self.rows.history, np.int64)[row] + inside
+        return places
+
+    @cached_property
+    def paged(self) -> tuple[Ints, Ints]:
+        """The page number of each token, and its place in that page."""
+        return np.divmod(self.places, self.pool.layout.page_tokens)
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -104,7 +113,7 @@ class HostNumbers:
     def table(self, unit: int) -> PageTable:
         if unit not in self._tables:
             pages, offset = self.pages(unit)
-            parts = pages, self.written(unit), self.places % self.pool.layout.page_tokens
+            parts = pages, self.written(unit), self.paged[1]
             made = (torch.from_numpy(each.astype(np.int32)) for each in parts)
             table, page, at = (sent(each, self.pool.device) for each in made)
             self._tables[unit] = PageTable(table, tuple(offset), page, at)
@@ -123,10 +132,19 @@ class HostNumbers:
     def written(self, unit: int) -> Ints:
         """The page that each token's entry goes to."""
         pages, offset = self.pages(unit)
-        written: Ints = pages[np.array(offset, np.int64)[self._row] + self.places // self.pool.layout.page_tokens]
-        if self.known is not None:
-            written[self.places < self.known[unit][self._row]] = self.pool.stores[unit].scratch
+        row, _ = _tokens(self.rows.counts)
+        written: Ints = pages[np.array(offset, np.int64)[row] + self.paged[0]]
+        if self.known is not None and any(map(gt, self.known[unit], self.rows.history)):
+            written[self.places < np.array(self.known[unit], np.int64)[row]] = self.pool.stores[unit].scratch
         return written
+
+
+@lru_cache(64)
+def _tokens(counts: tuple[int, ...]) -> tuple[Ints, Ints]:
+    """The row of each token, and how many of the row's come before it. Steps of the same shape follow one another."""
+    each = np.array(counts, np.int64)
+    row = np.arange(len(each)).repeat(each)
+    return row, np.arange(len(row)) - (each.cumsum() - each)[row]
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,9 +179,8 @@ def _joins(
 def _divided(rows: Rows, offset: tuple[int, ...], window: int | None, kv_heads: int, device: torch.device) -> Spans:
     parts = divided(rows.counts, rows.history, window, programs(device, kv_heads))
     starts = [sum(rows.counts[:row]) for row in range(len(rows.counts))]
-    used = parts.used.tolist()
-    firsts = [sum(used[:row]) for row in range(len(used))]
-    lists = [starts, rows.counts, rows.history, offset, firsts, used, parts.row.tolist()]
+    firsts = [sum(parts.used[:row]) for row in range(len(parts.used))]
+    lists = [starts, rows.counts, rows.history, offset, firsts, parts.used, parts.row]
     return Spans(*on_device([list(each) for each in lists], device))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from bough.ops.ragged import Carried, Rows, ShortRows, Slots, close_slots, open_slots
 from bough.ops.spans import FEW
 from bough.ops.triton.activation import LOG2E
+from bough.ops.triton.follow import follow, lead, passing_on
 from bough.ops.triton.plan import plan
 
 CHUNK = 64  # tokens that a program works on in long rows
@@ -75,11 +76,13 @@ def _short_rows(
     x, y, tails, taps, bias, starts, counts, reads, writes, past, turn, owed_start, owed, half,
     x_stride, y_stride, slot_stride, tail_stride, channels,
     kernel: tl.constexpr, biased: tl.constexpr, silu: tl.constexpr, few: tl.constexpr, block: tl.constexpr,
+    follows: tl.constexpr,
 ):  # fmt: skip
     """Outputs, if there are to be any, and tails. All that a few tokens need is loaded before anything is stored.
 
     Where something may be owed the tail is first moved on by that, in place; and inputs are recorded, by turns.
     """
+    lead(follows)
     keep: tl.constexpr = kernel - 1
     row = tl.program_id(1)
     channel = tl.program_id(0) * block + tl.arange(0, block)
@@ -105,6 +108,7 @@ def _short_rows(
         shift = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32) if biased else 0.0
         y += start * y_stride + channel
     x += start * x_stride + channel
+    follow(follows)
     before, coming = tail, _tokens(x, x_stride, 0, count, inside, few)
     for first in range(0, count, few):
         inputs = before + coming
@@ -204,8 +208,9 @@ def causal_conv(
     blocks = triton.cdiv(channels, CHANNELS)
     if len(short.start):
         _short_rows[blocks, len(short.start)](
-            x, y, data, taps, bias, *short, *_past(x, slots), *strides, few=_few(x, short), num_warps=1, **options
-        )
+            x, y, data, taps, bias, *short, *_past(x, slots), *strides, few=_few(x, short), num_warps=1, **options,
+            **passing_on(x.device, len(x)),
+        )  # fmt: skip
     if len(long.read):
         _long_outputs[blocks, len(long.chunk_start)](
             x, y, data, taps, bias, long.read, long.pieces, long.start, long.chunk_start, long.chunk_count,
@@ -246,6 +251,7 @@ def carry(x: Tensor, rows: Rows, *, stored: Slots) -> None:
         _short_rows[blocks, len(short.start)](
             x, None, data, None, None, *short, *_past(x, slots), x.stride(0), 0, *strides,
             kernel=keep + 1, biased=False, silu=False, few=_few(x, short), block=CHANNELS, num_warps=1,
+            **passing_on(x.device, len(x)),
         )  # fmt: skip
     if len(long.read):
         _long_tails[blocks, len(long.read)](

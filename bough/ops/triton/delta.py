@@ -18,7 +18,7 @@ from bough.ops.delta import DeltaLayer, split_heads
 from bough.ops.ragged import Carried, Owed, Rows, Slots, close_slots, open_slots
 from bough.ops.spans import FEW
 from bough.ops.triton.chunks import EPS, advance_long, chunk_tokens
-from bough.ops.triton.follow import pass_on, passing_on
+from bough.ops.triton.follow import follow, lead, passing_on
 from bough.ops.triton.norm import rms_norm_gated
 from bough.ops.triton.plan import plan
 
@@ -114,6 +114,20 @@ def _settled(
 
 
 @triton.jit
+def _token(q, k, v, a, b, q_stride, k_stride, v_stride, a_stride, b_stride, t, there, in_key, in_value):
+    """What token t of a row brings: key, query and value, and what its gates are made of. Zeros if it is not there."""
+    key, query = _vector(k + t * k_stride, in_key & there), _vector(q + t * q_stride, in_key & there)
+    value = _vector(v + t * v_stride, in_value & there)
+    return (
+        key,
+        query,
+        value,
+        tl.load(a + t * a_stride, mask=there, other=0.0),
+        tl.load(b + t * b_stride, mask=there, other=0.0),
+    )
+
+
+@triton.jit
 def _short_rows(
     q, k, v, a, b, out, keys, decays, changes, states, starts, counts, reads, writes, turn, owed_start, owed,
     rate, dt_bias, scale, q_stride, k_stride, v_stride, a_stride, b_stride, slot_stride, most,
@@ -124,9 +138,10 @@ def _short_rows(
     """a and b are g and β; or, if `projected`, what these are made of. If `recorded`, changes and made g are kept.
 
     Where that is done by turns, keys are kept too, and the state is first moved on, in place, by what the row owes.
-    What a token needs is loaded while the one before it is worked on.
+    What a token needs is loaded while the one before it is worked on. Nothing of this step has touched the state, nor
+    what is owed: both are done with before this follows.
     """
-    pass_on(follows)
+    lead(follows)
     row, head = tl.program_id(1), tl.program_id(0) // tl.cdiv(dv, block_v)
     part, ks = tl.program_id(0) % tl.cdiv(dv, block_v), tl.arange(0, block_k)
     vs = part * block_v + tl.arange(0, block_v)
@@ -138,9 +153,10 @@ def _short_rows(
     v += start * v_stride + head * dv + vs
     a += start * a_stride + head
     b += start * b_stride + head
-    there = count > 0
-    key, query, value = _vector(k, in_key & there), _vector(q, in_key & there), _vector(v, in_value & there)
-    of_a, of_b = tl.load(a, mask=there, other=0.0), tl.load(b, mask=there, other=0.0)
+    if not follows:
+        key, query, value, of_a, of_b = _token(
+            q, k, v, a, b, q_stride, k_stride, v_stride, a_stride, b_stride, 0, count > 0, in_key, in_value
+        )
     inside = in_key[:, None] & in_value[None, :]
     at = head * dk * dv + ks[:, None] * dv + vs[None, :]
     state = tl.load(states + source * slot_stride + at, mask=inside & (source >= 0), other=0.0)
@@ -157,13 +173,17 @@ def _short_rows(
         keys += half * k_step + head // group * dk + ks
         decays += half * heads
         changes += half * (heads * dv)
+    if follows:
+        tl.debug_barrier()  # else the compiler would load when it is used, for which it needs fewer registers
+        follow(follows)
+        key, query, value, of_a, of_b = _token(
+            q, k, v, a, b, q_stride, k_stride, v_stride, a_stride, b_stride, 0, count > 0, in_key, in_value
+        )
     for t in range(count):
-        later, more, entry = t + 1, t + 1 < count, (start + t) * heads + head
-        next_key = _vector(k + later * k_stride, in_key & more)
-        next_query = _vector(q + later * q_stride, in_key & more)
-        next_value = _vector(v + later * v_stride, in_value & more)
-        next_a = tl.load(a + later * a_stride, mask=more, other=0.0)
-        next_b = tl.load(b + later * b_stride, mask=more, other=0.0)
+        more, entry = t + 1 < count, (start + t) * heads + head
+        next_key, next_query, next_value, next_a, next_b = _token(
+            q, k, v, a, b, q_stride, k_stride, v_stride, a_stride, b_stride, t + 1, more, in_key, in_value
+        )
         g, beta = of_a, of_b
         if projected:
             g, beta = _gates(of_a, of_b, tl.load(rate + head), tl.load(dt_bias + head))

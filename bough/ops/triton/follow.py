@@ -4,8 +4,10 @@
 A step of few rows is a row of short products, and each of them would have memory idle while its programs begin and its
 first weights come. So a product says when the launch after it may begin (`lead`), loads what nothing before it writes,
 and only then waits for all that came before (`follow`). Every kernel that is launched so does both, in each of its
-programs: who waits for the launch before it has then waited for all of them. What comes between products loads nothing
-early, but lets the next one begin (`pass_on`), where it is short. Attention is not: what waits beside it is in its way.
+programs: who waits for the launch before it has then waited for all of them. What comes between products does the same
+where there are few tokens: the delta rule and the convolution find their state as the step before left it, and every
+step begins with launches that wait for all before them; others load nothing early (`pass_on`). Attention does not lead:
+what waits beside it is in its way.
 """
 
 from functools import cache
@@ -14,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-SHORT = 16  # tokens, up to which what lies between products lets the next one begin
+SHORT = 8  # tokens, up to which what lies between products lets the next one begin
 
 
 @triton.jit

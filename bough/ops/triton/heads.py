@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bough.ops.norm import Norm
 from bough.ops.ragged import Pages
+from bough.ops.triton.follow import pass_on, passing_on
 
 NUMBERS = 1024  # that a program takes: with 4 warps, 16 bytes a thread in 16 bits
 
@@ -68,9 +69,10 @@ def _place_heads(
     k_page, k_at, k_out_head, v_page, v_at, v_out_head,
     q_rounded: tl.constexpr, k_rounded: tl.constexpr, v_rounded: tl.constexpr,
     heads: tl.constexpr, kv_heads: tl.constexpr, k_width: tl.constexpr, v_width: tl.constexpr, rotated: tl.constexpr,
-    each: tl.constexpr, block: tl.constexpr,
+    each: tl.constexpr, block: tl.constexpr, follows: tl.constexpr,
 ):  # fmt: skip
     """Without kv_heads there are queries alone, and without heads none."""
+    pass_on(follows)
     q_programs, kv_programs = tl.cdiv(heads, each), tl.cdiv(kv_heads, each)
     programs = q_programs + 2 * kv_programs
     token, part = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs
@@ -125,7 +127,7 @@ def place_heads(
             *(norm and norm.weight for norm in norms), *(norm.eps if norm else 0.0 for norm in norms),
             *q.stride()[:2], *strides, *(norm.rounded if norm else None for norm in norms),
             heads=heads, kv_heads=kv_heads, k_width=width, v_width=v_width, rotated=cos.shape[-1],
-            each=each, block=block, num_warps=4,
+            each=each, block=block, num_warps=4, **passing_on(q.device, total),
         )  # fmt: skip
     return out
 

@@ -7,7 +7,7 @@ down, always in the same order. Results do not depend on timing.
 
 Programs of one row are small, and ask for weights before the row is there (follow.py). Programs of several take so much
 of a processor that those of the next launch would gather where they first find room, and so wait for one another: they
-lead to the next when they have read all.
+lead to the next when they have read all. Of up to 8 rows, projections that no product follows lead at their beginning.
 """
 
 from typing import NamedTuple
@@ -80,8 +80,9 @@ def _vector(
 def _product(
     x, weight, out, rest, partial, arrived, rows, outputs, x_stride, inputs: tl.constexpr, measured: tl.constexpr,
     kernel: tl.constexpr, part: tl.constexpr, parts: tl.constexpr, block: tl.constexpr, block_rows: tl.constexpr,
-    span: tl.constexpr, stages: tl.constexpr, activation: tl.constexpr, follows: tl.constexpr,
+    span: tl.constexpr, stages: tl.constexpr, activation: tl.constexpr, early: tl.constexpr, follows: tl.constexpr,
 ):  # fmt: skip
+    lead(follows and early)
     first, low = tl.program_id(0) * block, tl.program_id(1) * part
     output = outputs_at(first + tl.arange(0, block), outputs, activation is not None)
     row = tl.arange(0, block_rows)
@@ -98,7 +99,7 @@ def _product(
         some = tl.load(weight + at[None, :], mask=inside, other=0.0 if ragged else None)
         seen = tl.load(x + at[:, None], mask=there & (at[:, None] < inputs) if ragged else there, other=0.0)
         sums = tl.dot(some, seen, sums, input_precision="ieee")
-    lead(follows)
+    lead(follows and not early)
     last = True
     if parts > 1:
         last = noted(sums, partial, arrived, block, block_rows, parts)
@@ -130,9 +131,10 @@ def product(x: Input, work: Work, cut: Cut) -> Stored:
     block_rows = max(8, triton.next_power_of_2(len(x)))
     x, stored, told = prepared(x, work, tiles)
     ahead = shared_bytes(x.device) // ((cut.outputs + block_rows) * cut.inputs * x.element_size())
+    early = block_rows == 8 and outputs >= 8192 and work.activation is None
     _product[tiles, parts](
         x, work.weight, stored.out, rows=len(x), x_stride=x.stride(0), part=part, block=cut.outputs,
-        block_rows=block_rows, span=cut.inputs, stages=min(cut.ahead, ahead), num_warps=cut.warps,
+        block_rows=block_rows, span=cut.inputs, stages=min(cut.ahead, ahead), early=early, num_warps=cut.warps,
         **following(x.device), **told, **in_parts(x, tiles, parts, cut.outputs * block_rows),
     )  # fmt: skip
     return stored
