@@ -189,7 +189,7 @@ def model_draft(bench: Bench) -> None:
             plain = engine.call(lambda: runner_step(bench, engine, rows, context))  # noqa: B023
             floor = bench.decode_floor(engine, rows, context)
             for kept in (1 + DRAFT, 1):
-                engine.call(lambda: rounds_of(bench, engine, rows, context, kept))  # noqa: B023 (compiles and captures)
+                engine.call(lambda: rounds_of(bench, engine, rows, context, kept))  # noqa: B023 (compiles)
                 whole, committing = engine.call(lambda: rounds_of(bench, engine, rows, context, kept))  # noqa: B023
                 bench.figure(
                     f"round of 1 + {DRAFT}, {rows} rows over {context}, {'all' if kept > 1 else 'nothing'} stands",

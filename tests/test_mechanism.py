@@ -274,20 +274,21 @@ def grown(model, pool, tokens, cuts=()) -> State:
     return state
 
 
-def test_forking_a_long_state_copies_nothing():
+@pytest.mark.parametrize("pages", [256, pytest.param(1024, marks=pytest.mark.long)])
+def test_forking_a_long_state_copies_nothing(pages):
     model = toy(9)
-    pool = pool_of(model, 32, slabs=800)
-    tokens = text(8_192)
+    pool = pool_of(model, 32, slabs=3 * pages)
+    tokens = text(32 * pages)
     state = State(pool)
     for start in range(0, len(tokens), 4096):
         feed(model, (state, tokens[start : start + 4096]))
     before = dump(pool)
     forks = [state.fork() for _ in range(64)]
     assert dump(pool)[0] == before[0]
-    assert used(pool) == [256, 1, 1]
+    assert used(pool) == [pages, 1, 1]
     for i, fork in enumerate(forks[:3]):  # each goes its own way; tails and slots are copied then, whole pages never
         feed(model, (fork, (i,)))
-    assert used(pool) == [256 + 3, 1 + 3, 1 + 3]
+    assert used(pool) == [pages + 3, 1 + 3, 1 + 3]
 
 
 @pytest.mark.parametrize("cuts", [(1, 2, 3), (4, 8), (5, 17, 40), (39, 40), ()], ids=str)

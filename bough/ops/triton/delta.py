@@ -118,13 +118,8 @@ def _token(q, k, v, a, b, q_stride, k_stride, v_stride, a_stride, b_stride, t, t
     """What token t of a row brings: key, query and value, and what its gates are made of. Zeros if it is not there."""
     key, query = _vector(k + t * k_stride, in_key & there), _vector(q + t * q_stride, in_key & there)
     value = _vector(v + t * v_stride, in_value & there)
-    return (
-        key,
-        query,
-        value,
-        tl.load(a + t * a_stride, mask=there, other=0.0),
-        tl.load(b + t * b_stride, mask=there, other=0.0),
-    )
+    of_a, of_b = tl.load(a + t * a_stride, mask=there, other=0.0), tl.load(b + t * b_stride, mask=there, other=0.0)
+    return key, query, value, of_a, of_b
 
 
 @triton.jit
@@ -153,10 +148,6 @@ def _short_rows(
     v += start * v_stride + head * dv + vs
     a += start * a_stride + head
     b += start * b_stride + head
-    if not follows:
-        key, query, value, of_a, of_b = _token(
-            q, k, v, a, b, q_stride, k_stride, v_stride, a_stride, b_stride, 0, count > 0, in_key, in_value
-        )
     inside = in_key[:, None] & in_value[None, :]
     at = head * dk * dv + ks[:, None] * dv + vs[None, :]
     state = tl.load(states + source * slot_stride + at, mask=inside & (source >= 0), other=0.0)
@@ -176,9 +167,9 @@ def _short_rows(
     if follows:
         tl.debug_barrier()  # else the compiler would load when it is used, for which it needs fewer registers
         follow(follows)
-        key, query, value, of_a, of_b = _token(
-            q, k, v, a, b, q_stride, k_stride, v_stride, a_stride, b_stride, 0, count > 0, in_key, in_value
-        )
+    key, query, value, of_a, of_b = _token(
+        q, k, v, a, b, q_stride, k_stride, v_stride, a_stride, b_stride, 0, count > 0, in_key, in_value
+    )
     for t in range(count):
         more, entry = t + 1 < count, (start + t) * heads + head
         next_key, next_query, next_value, next_a, next_b = _token(

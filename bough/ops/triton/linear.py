@@ -29,6 +29,7 @@ from bough.ops.triton.rest import Rest, Stored, Work, ask, finish, gathered, in_
 
 ROWS = 64  # up to which these, with all that they take over, are faster than torch's own
 OUTPUTS = 1 << 16  # up to which these are faster than torch's own
+MANY = 8192  # outputs, from which on there are programs for all processors
 CHUNK = tl.constexpr(8)  # neighbouring inputs that a thread loads at once, and adds up
 
 
@@ -131,7 +132,7 @@ def product(x: Input, work: Work, cut: Cut) -> Stored:
     block_rows = max(8, triton.next_power_of_2(len(x)))
     x, stored, told = prepared(x, work, tiles)
     ahead = shared_bytes(x.device) // ((cut.outputs + block_rows) * cut.inputs * x.element_size())
-    early = block_rows == 8 and outputs >= 8192 and work.activation is None
+    early = block_rows == 8 and outputs >= MANY and work.activation is None  # a mixer comes next
     _product[tiles, parts](
         x, work.weight, stored.out, rows=len(x), x_stride=x.stride(0), part=part, block=cut.outputs,
         block_rows=block_rows, span=cut.inputs, stages=min(cut.ahead, ahead), early=early, num_warps=cut.warps,
@@ -142,7 +143,7 @@ def product(x: Input, work: Work, cut: Cut) -> Stored:
 
 def vector_cut(outputs: int, inputs: int) -> Cut:
     """Few outputs to a program, so that all processors end together, and many of the weights of these ahead."""
-    return Cut(4, 256, 1, 5) if outputs >= 8192 else Cut(4, 512, 2, 4)
+    return Cut(4, 256, 1, 5) if outputs >= MANY else Cut(4, 512, 2, 4)
 
 
 def product_cut(outputs: int, inputs: int, rows: int) -> Cut:
@@ -151,7 +152,7 @@ def product_cut(outputs: int, inputs: int, rows: int) -> Cut:
     Of many outputs all programs should run at a time: with many rows, which take as much room as weights, they hold
     less ahead where three of them share a processor.
     """
-    if outputs < 8192:
+    if outputs < MANY:
         return Cut(64, 128, 4, 5, max(1, min(inputs // 512, round(132 * 64 / outputs))))
     return Cut(64, 64, 4, 4) if rows > 32 and outputs > 2 * 132 * 64 else Cut(64, 128, 4, 3)
 

@@ -344,7 +344,7 @@ def cut(outputs: int, chunks: int, bits: int, rows: int) -> Cut:
     if outputs >= 8192:
         if rows == 1 and bits == 8:
             return Cut(16, 4, 5, 5)
-        if rows == 1 and outputs <= 6 * 132 * 16:  # six programs for each processor: there is room to load more
+        if rows == 1 and outputs <= 6 * 132 * 16 and chunks <= 80:  # six programs a processor leave room to load more
             return Cut(16, 2, 5, 3, 1, 168)
         if rows <= 8:
             return Cut(16, 2, 1, 1, 1, 96 if outputs >= 16384 else 104)
