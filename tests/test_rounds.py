@@ -13,7 +13,7 @@ from test_triton import DEVICE, HERE, plain_numbers  # noqa: F401 (a fixture)
 
 from bough import Engine
 from bough.draft.mtp import MTPDrafter, MTPHead
-from bough.state.recordings import Turns
+from bough.state.recordings import Journal
 
 pytestmark = pytest.mark.skipif(not HERE or DEVICE == "cuda", reason="needs triton's interpreter")
 
@@ -26,13 +26,13 @@ def answers(made: Engine) -> list:
 
 @pytest.mark.parametrize("family", WITH_HEAD)
 def test_commits_that_the_next_round_does(family, monkeypatch):
-    done, owed = [], Turns.owed
+    done, places = [], Journal.places
 
-    def counted(self, states):
-        done.append(owed(self, states))
-        return done[-1]
+    def counted(self, step, into):
+        done.extend(found := places(self, step, into))
+        return found
 
-    monkeypatch.setattr(Turns, "owed", counted)
+    monkeypatch.setattr(Journal, "places", counted)
     with engine(family, ahead=False) as plain:
         expected = answers(plain)
     head = MTPDrafter(MTPHead(loaded(family, "cpu").model))
@@ -43,4 +43,4 @@ def test_commits_that_the_next_round_does(family, monkeypatch):
             for mine, other in zip(answers(made), expected, strict=True):
                 assert (mine.tokens, mine.finish_reason) == (other.tokens, other.finish_reason)
         made._runner.pool.check()
-    assert any(count > 0 for each in done for _, count in each)
+    assert any(place.owed > 0 for place in done)

@@ -20,7 +20,7 @@ from bough.ops.ragged import Pages, ReplayedRow, Rows, Slots
 from bough.state.fixed import Fixed
 from bough.state.layout import Layout
 from bough.state.pool import Pool
-from bough.state.recordings import Turns
+from bough.state.recordings import Journal
 from bough.state.step import Ends, Step
 
 pytestmark = pytest.mark.skipif(not INSTALLED or INTERPRETED, reason="needs triton, and not its interpreter")
@@ -105,15 +105,16 @@ def test_steps_of_all_shapes(family, tmp_path, compiled, monkeypatch):
     step = Step.rehearsal(pool, (100, 2), (30, 5))
     model(step)
     model(replace(step, wanted=Ends.of(step.rows, (1, 0), model.device)))
-    for rows, each, recorded in ((1, 1, False), (4, 2, True)):
-        step = Fixed(pool, rows, each, 256).step(Turns(pool).room if recorded else None)
+    journal = Journal(pool, 1)
+    for rows, each, into in ((1, 1, None), (1, 1, journal.late), (4, 2, journal.all)):
+        step = Fixed(pool, rows, each, 256).step(into)
         hidden = model(step)
         model.logits(hidden)
     for (layer, part), recording in (step.recordings.parts if step.recordings else {}).items():
         data, field = pool.part(layer, part), pool.stores[pool.slot_store].unit.fields[layer, part]
-        field.part.replay([(data, tuple(each[0] for each in recording.halves))], [ReplayedRow(1, 0, 1)])
+        field.part.replay([(data, recording.inputs)], [ReplayedRow(1, 0, 1)])
         if part == "conv":
-            ops.carry(recording.halves[0][0], step.rows, stored=step.slots(layer, part))
+            ops.carry(recording.inputs[0], step.rows, stored=step.slots(layer, part))
     expected = {
         "prefill._join",
         "attention._spans",

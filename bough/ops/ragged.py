@@ -99,14 +99,14 @@ class Recording:
     """The inputs that moved one part of slots on, a row for each token, so that it can be done again in part."""
 
     inputs: tuple[torch.Tensor, ...] = ()
-    most: int = 0  # tokens that there is room for, where forwards record by turns
-    halves: tuple[torch.Tensor, ...] = ()  # [2, most, ...]: that room
+    most: int = 0  # tokens that there is room for, where it lasts for several forwards
+    late: bool = False  # whether that part of slots is left behind where it can be
 
     def room(self, *inputs: tuple[torch.Tensor, torch.dtype]) -> tuple[torch.Tensor, ...]:
-        """The halves, made at the first time, for inputs [T, ...] like these in other dtypes."""
-        if not self.halves:
-            self.halves = tuple(each.new_empty(2, self.most, *each.shape[1:], dtype=dtype) for each, dtype in inputs)
-        return self.halves
+        """Room [most, ...], made at the first time, for inputs [T, ...] like these in other dtypes."""
+        if not self.inputs:
+            self.inputs = tuple(each.new_empty(self.most, *each.shape[1:], dtype=dtype) for each, dtype in inputs)
+        return self.inputs
 
     @property
     def tokens(self) -> int:
@@ -121,11 +121,15 @@ Replayed = tuple[torch.Tensor, tuple[torch.Tensor, ...]]  # one layer's part of 
 
 
 class Owed(NamedTuple):
-    """Tokens of the forward before that slots have yet to be moved on by: int32 tensors on the device."""
+    """What rows do with slots that lag behind: int32 tensors on the device.
 
-    turn: torch.Tensor  # [1]: the half of recordings that this forward writes; what is owed is in the other
-    start: torch.Tensor  # [R]: the first token
-    tokens: torch.Tensor  # [R]
+    A slot is first moved on by tokens that forwards before have recorded. Those of this one are recorded in their turn.
+    """
+
+    start: torch.Tensor  # [R]: the first recorded token that the slot is to be moved on by
+    tokens: torch.Tensor  # [R]: how many there are
+    keep: torch.Tensor  # [R]: the slot that this is stored to; below 0: none
+    record: torch.Tensor  # [R]: where its own tokens are recorded, the first one
 
 
 class ReplayedRow(NamedTuple):
@@ -153,7 +157,7 @@ class Slots:
     recording: Recording | None = None
     fresh: frozenset[int] = frozenset()  # rows that start from zeros
     short: ShortRows | None = None  # where they are made already
-    owed: Owed | None = None  # where kernels record by turns, and first move slots on by what was recorded before
+    owed: Owed | None = None  # where kernels record, and first move slots on by what was recorded before
 
     def before(self, row: int) -> torch.Tensor:
         """What the row starts from. Zeros are made in the slot that it writes, when its turn comes."""

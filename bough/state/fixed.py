@@ -17,13 +17,12 @@ from bough.ops.ragged import Owed, Rows, ShortRows, Spans
 from bough.ops.spans import FEW, divided, most_spans, programs
 from bough.state.kinds import PageKind
 from bough.state.pool import Pool
-from bough.state.recordings import Recordings
+from bough.state.recordings import NONE, Place, Recordings
 from bough.state.step import HostNumbers, PageTable, Step
 
 Values = Sequence[int] | NDArray[np.int64]
 
-NONE = -1
-PER_ROW = ("start", "tokens", "history", "read", "write", "owed start", "owed tokens")
+PER_ROW = ("start", "tokens", "history", "read", "write", *Place._fields)
 PER_TOKEN = ("token", "position", "place")
 
 
@@ -46,21 +45,20 @@ class Fixed:
         self._unsent: tuple[Tensor, NDArray[np.int32]] | None = None
         self.tokens, self.positions = self._view("token"), self._view("position")
         self.short = ShortRows(*(self._view(name) for name in ("start", "tokens", "read", "write")))
-        self.owed = Owed(*(self._view(name) for name in ("turn", "owed start", "owed tokens")))
 
     def _sizes(self) -> Iterable[tuple[str, int]]:
         yield from ((name, self.rows) for name in PER_ROW)
         for unit in self.pool.page_stores:
             yield from ((f"{name} {unit}", self.rows) for name in ("offset", "first", "used"))
         yield from ((name, self.rows * self.each) for name in PER_TOKEN)
-        yield "turn", 1
         for unit in self.pool.page_stores:
             yield f"page {unit}", self.rows * self.each
             yield f"row {unit}", most_spans(self.rows, self._programs[unit])
 
     def _without_rows(self) -> NDArray[np.int32]:
         blank = np.zeros(self._end, np.int32)
-        for name in ("read", "write", *(f"row {unit}" for unit in self.pool.page_stores)):
+        rows = (f"row {unit}" for unit in self.pool.page_stores)
+        for name in ("read", "write", "keep", "late_keep", *rows):
             blank[self._at[name]] = NONE
         for unit in self.pool.page_stores:
             blank[self._at[f"page {unit}"]] = self.pool.stores[unit].scratch
@@ -68,6 +66,10 @@ class Fixed:
 
     def _view(self, name: str) -> Tensor:
         return self._numbers[self._at[name]]
+
+    def owed(self, late: bool) -> Owed:
+        of_parts = ("late_owed", "late_keep") if late else ("owed", "keep")
+        return Owed(*map(self._view, ("owed_start", *of_parts, "record")))
 
     def table(self, unit: int) -> PageTable:
         own = {name: self._view(f"{name} {unit}") for name in ("offset", "first", "used", "row")}
@@ -83,11 +85,10 @@ class Fixed:
         recorded = (recordings is not None,) * self.rows
         return Step(self.pool, rows, self, slots, slots, recorded=recorded, recordings=recordings)
 
-    def fill(self, step: Step, turn: int = 0, owed: Sequence[tuple[int, int]] = ()) -> None:
-        """Take over the numbers of a step of no more rows and tokens. Nobody waits for them to be sent.
+    def fill(self, step: Step, places: Sequence[Place] = ()) -> None:
+        """Take over the numbers of a step of no more rows and tokens, and their places where these are recorded.
 
-        It records into the half whose `turn` it is, once slots are moved on by what each row owes: so many tokens of
-        the other half, from a first one on.
+        Nobody waits for them to be sent.
         """
         assert isinstance(step.numbers, HostNumbers)
         numbers, rows = step.numbers, step.rows
@@ -101,8 +102,7 @@ class Fixed:
         put("token", numbers.fed)
         put("position", numbers.places)
         put("place", numbers.paged[1])
-        put("turn", (turn,))
-        by_row, end = self._by_row(step, owed), self._end
+        by_row, end = self._by_row(step, places), self._end
         for unit in self.pool.page_stores:
             pages, offset = numbers.pages(unit)
             parts = divided(rows.counts, rows.history, self._windows[unit], self._programs[unit])
@@ -128,17 +128,17 @@ class Fixed:
         packed[: self._end] = self._blank
         return buffer, packed
 
-    def _by_row(self, step: Step, owed: Sequence[tuple[int, int]]) -> list[Sequence[int]]:
+    def _by_row(self, step: Step, places: Sequence[Place]) -> list[Sequence[int]]:
         """What there is of PER_ROW, in that order."""
         counts, history = step.rows.counts, step.rows.history
-        none, nothing = (NONE,) * len(counts), (0,) * len(counts)
+        none = (NONE,) * len(counts)
         read, write = step.read or none, step.write or none
         if 0 in history:
             read = tuple([slot if before else NONE for slot, before in zip(read, history, strict=True)])
         if any(step.recorded):
             write = tuple([NONE if kept else slot for slot, kept in zip(write, step.recorded, strict=True)])
-        owed_start, owed_tokens = zip(*owed, strict=True) if owed else (nothing, nothing)
-        return [[0, *accumulate(counts[:-1])], counts, history, read, write, owed_start, owed_tokens]
+        by_place = zip(*places or [Place()] * len(counts), strict=True)
+        return [[0, *accumulate(counts[:-1])], counts, history, read, write, *by_place]
 
 
 def _window(pool: Pool, unit: int) -> int | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from bough.ops.spans import FEW
 from bough.state.fixed import Fixed
 from bough.state.pool import Pool
-from bough.state.recordings import Turns
+from bough.state.recordings import Journal, Recordings
 from bough.state.step import Step
 
 MOST = 256  # rows
@@ -25,6 +25,7 @@ CAPTURED = [next(each for each in EACH if each >= most) for most in range(FEW + 
 LEFT = 1 << 30  # bytes that are left to what is not captured
 TILE = 128  # tokens that a library's product takes at a time, where there are many
 ROOM = 8  # rows that there is room to record for, at the least
+Shape = tuple[int, int, str]  # rows, tokens of each, and which parts of slots are recorded: all, the late ones, none
 Compute = Callable[[Step, Tensor | None], tuple[Tensor, Tensor]]  # of a step, and rows that come with its tokens
 
 log = logging.getLogger("bough")
@@ -39,18 +40,20 @@ class Captured:
     rows: Tensor | None  # those that come with tokens
     hidden: Tensor
     logits: Tensor
-    turns: Turns | None  # where inputs are recorded
+    journal: Journal | None = None
+    into: Recordings | None = None  # which parts of it are recorded
 
     def replay(self, step: Step) -> None:
-        """Do the step. What its states owe to the step before is done on the way, where that was captured too."""
-        if self.turns is None or step.recordings is None:
+        """Do the step. What its states owe to steps before is done on the way, where these were captured too."""
+        if self.journal is None or self.into is None:
             settle(step)
             self.fixed.fill(step)
             self.graph.replay()
         else:
-            self.fixed.fill(step, 1 - self.turns.turn, self.turns.owed(step.states))
+            places = self.journal.places(step, self.into)
+            self.fixed.fill(step, places)
             self.graph.replay()
-            step.recordings.lasting = self.turns.took(step.states)
+            self.journal.took(step, places)
         self.fixed.make_ready()
 
 
@@ -68,8 +71,8 @@ class Graphs:
 
     def __init__(self, pool: Pool, compute: Compute, context: int) -> None:
         self.pool, self.compute, self.context = pool, compute, context
-        self._turns, self._recordable = Turns(pool), pool.max_running
-        self._captured: dict[tuple[int, int, bool], Captured | None] = {}
+        self._journal, self._recordable = Journal(pool), pool.max_running
+        self._captured: dict[Shape, Captured | None] = {}
         self._memory = torch.cuda.graph_pool_handle() if pool.device.type == "cuda" else None
 
     def __call__(self, step: Step, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -97,9 +100,8 @@ class Graphs:
 
     def _captured_for(self, step: Step, rows: Tensor | None) -> Captured | None:
         """The graph for a step's shape; None where there is no memory for it, or a model waits for the device."""
-        each = CAPTURED[max(step.rows.counts)]
-        shape = (bucket(len(step.rows.counts), each), each, step.recordings is not None)
-        if step.recordings is not None and not self._has_room(min(shape[0], self.pool.max_running)):
+        shape = self._shape(step)
+        if shape is None:
             return None
         if shape not in self._captured:
             self._captured[shape] = None
@@ -107,31 +109,46 @@ class Graphs:
                 log.warning("steps of %d rows are not captured, and take longer: memory is short", shape[0])
                 return None
             try:
-                self._captured[shape] = self._capture(*shape, like=rows)
+                self._captured[shape] = self._capture(shape, rows)
             except Exception as error:  # noqa: BLE001 (whatever it is, the step is computed plainly, or fails there)
                 log.warning("steps of %d rows are not captured, and take longer (%s)", shape[0], error)
-                if not self._turns.made:  # what there was memory for is given back, and so many are not tried again
-                    self._turns, self._recordable = Turns(self.pool), min(shape[0], self._recordable) // 2
-        return self._captured[shape]
+                into = self._into(shape)
+                if into is not None and not into.is_made:  # so many are not tried again
+                    self._recordable = min(shape[0], self._recordable) // 2
+                    self._begin_journal(0)
+        return self._captured.get(shape)
 
-    def _has_room(self, rows: int) -> bool:
-        """Whether so many rows can be recorded. Where there was room for fewer, all that records there is dropped."""
-        if rows > self._recordable:
-            return False
-        if self._turns.most < rows * FEW:
-            self._turns.settle()
-            if self._memory is not None and any(recorded for _, _, recorded in self._captured):
-                torch.cuda.synchronize(self.pool.device)  # nothing of it may be under way
-            self._captured = {shape: each for shape, each in self._captured.items() if not shape[2]}
-            self._turns = Turns(self.pool, min(self._recordable, max(ROOM, 2 * rows)) * FEW)
-        return True
+    def _shape(self, step: Step) -> Shape | None:
+        """That of the graph for a step; None where there is no room to record what it must."""
+        each = CAPTURED[max(step.rows.counts)]
+        rows = bucket(len(step.rows.counts), each)
+        recorded = "all" if any(step.recorded) else "late" if self._journal.late.parts else "none"
+        needed = min(rows, self.pool.max_running)
+        if recorded != "none" and needed > self._recordable:
+            return None if recorded == "all" else (rows, each, "none")
+        if recorded != "none" and needed > self._journal.states:
+            self._begin_journal(min(self._recordable, max(ROOM, 2 * needed)))
+        return rows, each, recorded
 
-    def _capture(self, rows: int, each: int, recorded: bool, like: Tensor | None) -> Captured:
+    def _into(self, shape: Shape) -> Recordings | None:
+        return {"all": self._journal.all, "late": self._journal.late, "none": None}[shape[2]]
+
+    def _begin_journal(self, states: int) -> None:
+        """Have room for so many states. All that records in the one before is dropped."""
+        self._journal.settle()
+        if any(recorded != "none" for _, _, recorded in self._captured):
+            torch.cuda.synchronize(self.pool.device)  # nothing of it may be under way
+        self._captured = {shape: each for shape, each in self._captured.items() if shape[2] == "none"}
+        self._journal = Journal(self.pool, states)
+
+    def _capture(self, shape: Shape, like: Tensor | None) -> Captured:
+        rows, each, _ = shape
         fixed = Fixed(self.pool, rows, each, self.context)
         given = None if like is None else like.new_zeros(rows * each, like.shape[1])
         beside = torch.cuda.Stream(self.pool.device)  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream(self.pool.device))
-        step = fixed.step(self._turns.room if recorded else None)
+        into = self._into(shape)
+        step = fixed.step(into)
         with torch.cuda.stream(beside):
             # Kernels are compiled and libraries set up before; and room is made for what is recorded, since nothing in
             # a graph's own memory lasts until its next replay.
@@ -141,7 +158,7 @@ class Graphs:
         # Other threads may copy meanwhile.
         with torch.cuda.graph(graph, pool=self._memory, stream=beside, capture_error_mode="thread_local"):
             hidden, logits = self.compute(step, given)
-        return Captured(graph, fixed, given, hidden, logits, self._turns if recorded else None)
+        return Captured(graph, fixed, given, hidden, logits, self._journal, into)
 
 
 @cache

@@ -28,9 +28,13 @@ Replay = Callable[[Sequence[Replayed], Sequence[ReplayedRow]], None]
 
 @dataclass(frozen=True, slots=True)
 class SlotPart(Part):
-    """A part of a slot, and how recorded inputs move it on, in all layers that have it."""
+    """A part of a slot, and how recorded inputs move it on, in all layers that have it.
+
+    One that is `late` is so large that forwards rather record what would move it on, and write it once in a while.
+    """
 
     replay: Replay
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ class Recurrent(SlotKind):
     def parts(self, dtype: torch.dtype) -> tuple[SlotPart, ...]:
         return (
             SlotPart("conv", (self.kernel - 1, self.channels), dtype, ops.replay_conv),
-            SlotPart("delta", (self.heads, self.k_dim, self.v_dim), torch.float32, ops.replay_delta),
+            SlotPart("delta", (self.heads, self.k_dim, self.v_dim), torch.float32, ops.replay_delta, late=True),
         )
 
 

@@ -1,21 +1,33 @@
 """Recordings: what a forward kept of its rows' inputs, and who has yet to be moved on by some of it.
 
 A commit decides how many of the recorded tokens move a state's slot on. Whoever looks at the slot next must find that
-done (`State.settle`). But where a captured forward will feed the same rows again, its recordings last until then, and
-it does that on the way: slots are read and written once a round, and not once for the draft and once for its commit.
+done (`State.settle`). But where captured forwards will feed the same state again, their recordings last (Journal), and
+the next one does that on the way: slots are read and written once a round, not once for the draft and once for its
+commit. Parts that are late are not even written once a forward: every forward moves what it read on by all that is
+owed, and stores that when there is no more room to record in.
+
+Invariants:
+- What a state owes is recorded in one half of its stretch, from the beginning on; what a forward records goes behind
+  it, or to the beginning of the other half once it has been stored. So no kernel writes what another one reads.
+- A slot that others see too is owed nothing: whoever shares it has it settled first.
 """
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from bough.ops.ragged import Recording, Replayed, ReplayedRow
+from bough.ops.spans import FEW
 from bough.state.kinds import Replay, SlotPart
 from bough.state.pool import Pool
 
 if TYPE_CHECKING:
     from bough.state.live import State
+    from bough.state.step import Step
 
+NONE = -1  # no slot
+HALF = FEW  # tokens that a half of a stretch has room for
+STRETCH = 2 * HALF
 Parts = dict[tuple[int, str], Recording]  # by layer and part
 
 
@@ -26,7 +38,8 @@ class Recordings:
         self.pool = pool
         if parts is not None:
             self.parts = parts
-        self.lasting: Recordings | None = None  # those of a captured forward that did the work, where one did
+        self.journal: Journal | None = None  # where a captured forward has recorded them instead
+        self.after: dict[State, tuple[int, int]] = {}  # and what each state owes to it, if all that it was fed is kept
         self.owing: dict[State, tuple[int, int]] = {}  # from which token on, and how many
         self.least = 0  # tokens that are known to be recorded of all parts
 
@@ -38,7 +51,12 @@ class Recordings:
     @property
     def kept(self) -> "Recordings":
         """Where the inputs are kept."""
-        return self.lasting or self
+        return self if self.journal is None else self.journal.all
+
+    @property
+    def is_made(self) -> bool:
+        """Whether there is room for all parts, where they last: the first forward makes it."""
+        return all(each.inputs for each in self.parts.values())
 
     @property
     def nbytes(self) -> int:
@@ -86,50 +104,92 @@ class Recordings:
             replay(layers, rows)
 
 
-class Turns:
-    """What captured forwards record, by turns: each writes one half, and first does what is owed to the other."""
+class Place(NamedTuple):
+    """What a captured forward does with the slot of one row: with the parts that are late, and with the others."""
 
-    def __init__(self, pool: Pool, most: int = 0) -> None:
-        self.most = most  # tokens of a forward
-        self.room = Recordings(pool, {key: Recording(most=most) for key in _fields(pool)})  # where kernels find both
-        self.turn = 0  # whose it was last
+    owed_start: int = 0  # where what the row owes begins in the journal
+    record: int = 0  # and where its own tokens are recorded
+    owed: int = 0  # tokens that the slot is first moved on by
+    keep: int = NONE  # the slot that this is stored to
+    late_owed: int = 0
+    late_keep: int = NONE
 
-    @property
-    def made(self) -> bool:
-        """Whether there is room for all parts: the first forward makes it."""
-        return all(each.halves for each in self.room.parts.values())
+
+class Journal:
+    """What captured forwards record of up to so many states: each has a stretch of two halves."""
+
+    def __init__(self, pool: Pool, states: int = 0) -> None:
+        self.states, most = states, states * STRETCH
+        parts = {key: Recording(most=most, late=_is_late(pool, key)) for key in _fields(pool)}
+        self.all = Recordings(pool, parts)
+        self.late = Recordings(pool, {key: each for key, each in parts.items() if each.late})
+        self.all.least = self.late.least = most
+        self._stretches: dict[State, int] = {}
+        self._forwards = 0
 
     def settle(self) -> None:
         """Move all states on that owe something."""
-        for half in self.halves if self.made else ():
-            half.settle()
+        self.all.settle()
+        self.late.settle()
 
-    @cached_property
-    def halves(self) -> tuple[Recordings, Recordings]:
-        parts = [
-            {key: Recording(tuple(half[turn] for half in each.halves)) for key, each in self.room.parts.items()}
-            for turn in range(2)
-        ]
-        first, second = (Recordings(self.room.pool, each) for each in parts)
-        first.least = second.least = self.most
-        return first, second
+    def places(self, step: "Step", into: Recordings) -> list[Place]:
+        """What a forward that records `into` all parts, or the late ones, does with its slots. All else is settled."""
+        self._give_stretches(step.states)
+        counts, history = step.rows.counts, step.rows.history
+        by_row = zip(step.states, counts, history, step.read, step.write, step.recorded, strict=True)
+        return [self._place(into, *row) for row in by_row]
 
-    def owed(self, states: Sequence["State"]) -> list[tuple[int, int]]:
-        """What each state owes to the half that was written last, for the next forward to do. All else is settled."""
-        before, now = self.halves[self.turn], self.halves[1 - self.turn]
-        if now.owing:  # whoever was not in the last forward
-            now.settle()
-        for state in states:
-            if state.owes is not before:
-                state.settle()
-        return [before.owing.get(state, (0, 0)) for state in states]
+    def _place(
+        self, into: Recordings, state: "State", count: int, before: int, read: int, write: int, recorded: bool
+    ) -> Place:
+        if state.owes not in (None, self.late, into):
+            state.settle()
+        number = self._stretches[state]
+        first = number * STRETCH
+        start, owed = (first, 0) if state.owes is None else state.owes.owing[state]
+        # States write their slots at different steps, so that steps take equally long.
+        is_due = into is self.all or owed + count > HALF or (self._forwards + number) % HALF == 0
+        moves = not recorded and (write != read or not before)
+        early = owed if state.owes is self.all else 0
+        return Place(
+            owed_start=start,
+            record=start + owed if not (owed and is_due) else first + (HALF if start == first else 0),
+            owed=early,
+            keep=read if early and recorded else NONE,
+            late_owed=owed,
+            late_keep=(read if recorded else write) if moves or (owed and is_due) else NONE,
+        )
 
-    def took(self, states: Sequence["State"]) -> Recordings:
-        """A forward did what they owed, and wrote the other half, which is this one."""
-        for state in states:
-            self.halves[self.turn].forgive(state)
-        self.turn = 1 - self.turn
-        return self.halves[self.turn]
+    def took(self, step: "Step", places: Sequence[Place]) -> None:
+        """A forward did what they say. Rows that are in no transaction owe the late parts of it when it ends."""
+        assert step.recordings is not None
+        step.recordings.journal = self
+        self._forwards += 1
+        for state, count, place in zip(step.states, step.rows.counts, places, strict=True):
+            if state.owes is not None:
+                state.owes.forgive(state)
+            stays = place.late_owed > 0 and place.late_keep == NONE
+            start, owed = (place.owed_start, place.late_owed) if stays else (place.record, 0)
+            step.recordings.after[state] = start, owed + count
+
+    def _give_stretches(self, states: Sequence["State"]) -> None:
+        """See to it that each has one: of those that nobody has, or that others do not need now."""
+        lacking = [state for state in states if state not in self._stretches]
+        if not lacking:
+            return
+        free = sorted(set(range(self.states)) - set(self._stretches.values()), reverse=True)
+        for other in self._stretches.keys() - set(states) if len(free) < len(lacking) else ():
+            if other.owes in (self.all, self.late):
+                other.settle()
+            free.append(self._stretches.pop(other))
+        for state in lacking:
+            self._stretches[state] = free.pop()
+
+
+def _is_late(pool: Pool, key: tuple[int, str]) -> bool:
+    assert pool.slot_store is not None
+    part = pool.stores[pool.slot_store].unit.fields[key].part
+    return isinstance(part, SlotPart) and part.late
 
 
 def _fields(pool: Pool) -> Iterable[tuple[int, str]]:

@@ -171,7 +171,7 @@ class Reservation:
             state.own_copy(slot)
         for state in self.states:
             state.condition = "in a step"
-        self._recordings: Recordings | None = None  # of rows in transactions
+        self._recordings: Recordings | None = None
         pool.register(self)
 
     def references(self) -> Iterator[tuple[int, Ids]]:
@@ -252,7 +252,7 @@ class Reservation:
         scratch = self.pool.stores[self.pool.slot_store].scratch
         rows, cut = self._with_cuts() if self._points else (self.rows, ())
         recorded = tuple([state.transaction is not None for state in self.states])
-        self._recordings = Recordings(self.pool) if any(recorded) else None
+        self._recordings = Recordings(self.pool)
         read = tuple([scratch if state.slot is None else state.slot for state in self.states])
         write = [  # nobody looks at what becomes of a state in a transaction
             scratch if kept else self._new_slots.get(state, slot)
@@ -287,13 +287,16 @@ class Reservation:
         self.pool.unregister(self)
         for append in self._appends:
             append.finish()
+        recordings = self._recordings
+        journal, after = (None, {}) if recordings is None else (recordings.journal, recordings.after)
         short, at = self.rows.are_short, 0  # where the row is among those recorded, or among all where these are short
         for row, (state, count) in enumerate(zip(self.states, self.rows.counts, strict=True)):
             slot, start = self._new_slots.get(state), at
             at += count if state.transaction is not None or short else 0
             if state.transaction is not None:
                 state.transaction.fed, state.transaction.target = count, slot
-                state.transaction.recordings, state.transaction.at = self._recordings, start
+                state.transaction.recordings = recordings
+                state.transaction.at = start if journal is None else after[state][0]
                 state.condition = "in a transaction"
                 continue
             if slot is not None:
@@ -302,6 +305,8 @@ class Reservation:
             state.length += count
             state.known = max(state.known, state.length)
             state.condition = "ready"
+            if journal is not None and journal.late.parts:
+                journal.late.owe(state, *after[state])
             if row in self._points:
                 self._set_points(state, self._points[row])
             for unit, run in state.runs.items():
@@ -309,6 +314,8 @@ class Reservation:
 
     def _set_points(self, state: State, points: dict[int, int | None]) -> None:
         """Save what it takes to resume at each point, while the windows before it are still there."""
+        if state.length in points:
+            state.settle()  # before the slot is shared
         windows = [unit for unit in state.runs if self.pool.stores[unit].unit.reach is not None]
         for length, slot in sorted(points.items()):
             runs = dict.fromkeys(state.runs, EMPTY)

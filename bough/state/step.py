@@ -67,8 +67,7 @@ class Numbers(Protocol):
     def positions(self) -> Tensor: ...  # [T]
     @property
     def short(self) -> ShortRows | None: ...
-    @property
-    def owed(self) -> Owed | None: ...
+    def owed(self, late: bool) -> Owed | None: ...  # of parts that are late, or of the others
     def table(self, unit: int) -> PageTable: ...
 
 
@@ -86,7 +85,6 @@ class HostNumbers:
         """Entries of tokens before `known`, a length a row, are there already: what is computed goes to scratch."""
         self.pool, self.rows, self.fed, self.runs, self.known = pool, rows, tokens, runs, known
         self.short: ShortRows | None = None
-        self.owed: Owed | None = None
         self._tables: dict[int, PageTable] = {}
         self._pages: dict[int, tuple[Ints, list[int]]] = {}
 
@@ -109,6 +107,9 @@ class HostNumbers:
     @cached_property
     def positions(self) -> Tensor:
         return sent(torch.from_numpy(self.places.astype(np.int32)), self.pool.device)
+
+    def owed(self, late: bool) -> Owed | None:
+        """Nothing: whatever rows owe is done before."""
 
     def table(self, unit: int) -> PageTable:
         if unit not in self._tables:
@@ -158,7 +159,7 @@ class Step:
     write: tuple[int, ...] = ()
     cut: tuple[tuple[int, ...], ...] = ()  # the slots of each row's cuts
     recorded: tuple[bool, ...] = ()  # whether a row's inputs are kept
-    recordings: Recordings | None = None  # where
+    recordings: Recordings | None = None  # where, if any are
     masks: tuple[Mask | None, ...] | None = None  # what a row's tokens see beyond or short of causal order
     given: Tensor | None = None  # tokens [T], instead of those among the numbers
     states: tuple["State", ...] = ()  # whose rows they are
@@ -202,6 +203,7 @@ class Step:
     def slots(self, layer: int, part: str) -> Slots:
         """A part of a layer's slots, as this step's rows use it."""
         data, numbers = self.pool.part(layer, part), self.numbers
-        record = None if self.recordings is None else self.recordings.parts[layer, part]
-        owed = None if record is None else numbers.owed
+        keeping = self.recordings if any(self.recorded) else None
+        record = None if keeping is None else keeping.parts.get((layer, part))
+        owed = None if record is None else numbers.owed(record.late)
         return Slots(data, self.read, self.write, self.cut, self.recorded, record, short=numbers.short, owed=owed)

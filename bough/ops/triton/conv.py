@@ -51,6 +51,13 @@ def _put_tail(
 
 
 @triton.jit
+def _store(tails, slot, tail, slot_stride, tail_stride, inside):
+    """A tail goes to a slot, if that is one."""
+    for i in tl.static_range(len(tail)):
+        tl.store(tails + slot * slot_stride + i * tail_stride, tail[i], mask=inside & (slot >= 0))
+
+
+@triton.jit
 def _tokens(x, x_stride, first, count, inside, few: tl.constexpr):
     """The inputs of up to `few` tokens of a row, from one on."""
     inputs: tl.tuple = ()
@@ -73,14 +80,15 @@ def _after(inputs, tokens, keep: tl.constexpr, few: tl.constexpr):
 
 @triton.jit
 def _short_rows(
-    x, y, tails, taps, bias, starts, counts, reads, writes, past, turn, owed_start, owed, half,
+    x, y, tails, taps, bias, starts, counts, reads, writes, past, owed_start, owed, keeps, records,
     x_stride, y_stride, slot_stride, tail_stride, channels,
     kernel: tl.constexpr, biased: tl.constexpr, silu: tl.constexpr, few: tl.constexpr, block: tl.constexpr,
     follows: tl.constexpr,
 ):  # fmt: skip
     """Outputs, if there are to be any, and tails. All that a few tokens need is loaded before anything is stored.
 
-    Where something may be owed the tail is first moved on by that, in place; and inputs are recorded, by turns.
+    Where something may be owed the tail is first moved on by that, and stored if it is to be kept so; and inputs are
+    recorded.
     """
     lead(follows)
     keep: tl.constexpr = kernel - 1
@@ -91,9 +99,9 @@ def _short_rows(
     source, target = tl.load(reads + row).to(tl.int64), tl.load(writes + row).to(tl.int64)
     old, old_start, old_count = x, start, 0  # inputs that the tail has yet to be moved on by
     if past is not None:
-        here = tl.load(turn)
-        old, past = past + (1 - here) * half, past + here * half + start * channels + channel
-        old_start, old_count = tl.load(owed_start + row).to(tl.int64), tl.load(owed + row)
+        old, old_start, old_count = past, tl.load(owed_start + row).to(tl.int64), tl.load(owed + row)
+        past += tl.load(records + row).to(tl.int64) * channels + channel
+        kept = tl.load(keeps + row).to(tl.int64)
     tail: tl.tuple = ()
     for i in tl.static_range(keep):
         tail += (
@@ -123,10 +131,10 @@ def _short_rows(
                         out += inputs[t + i].to(tl.float32) * weights[i]
                     tl.store(y + (first + t) * y_stride, _silu(out) if silu else out, mask=inside)
         before = _after(inputs, count - first, keep, few)
-    for i in tl.static_range(keep):
-        at = i * tail_stride + channel
-        tl.store(tails + source * slot_stride + at, tail[i], mask=inside & (old_count > 0) & (source != target))
-        tl.store(tails + target * slot_stride + at, before[i], mask=inside & (target >= 0))
+    tails += channel
+    if past is not None:
+        _store(tails, kept, tail, slot_stride, tail_stride, inside)
+    _store(tails, target, before, slot_stride, tail_stride, inside)
 
 
 @triton.jit
@@ -229,15 +237,11 @@ def _few(x: Tensor, short: ShortRows) -> int:
     return min(FEW, triton.next_power_of_2(triton.cdiv(len(x), len(short.start))))
 
 
-def _past(x: Tensor, slots: Slots) -> tuple[Tensor | int | None, ...]:
-    """What was recorded before and will be now, whose turn it is, what rows owe, and how far one half is from another.
-
-    None where nothing is owed.
-    """
+def _past(x: Tensor, slots: Slots) -> tuple[Tensor | None, ...]:
+    """What was recorded before and will be now, and what rows owe of it. None where nothing is owed."""
     if slots.owed is None or slots.recording is None:
-        return (None,) * 4 + (0,)
-    past = slots.recording.room((x, x.dtype))[0]
-    return past, *slots.owed, past.stride(0)
+        return (None,) * 5
+    return *slots.recording.room((x, x.dtype)), *slots.owed
 
 
 def carry(x: Tensor, rows: Rows, *, stored: Slots) -> None:

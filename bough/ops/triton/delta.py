@@ -62,17 +62,12 @@ def delta_gates(a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Te
 
 
 class Kept(NamedTuple):
-    """Where what moves a state on is recorded; by turns, if something may be owed."""
+    """Where what moves a state on is recorded, and what is owed of that."""
 
     keys: Tensor | None = None
     decays: Tensor | None = None
     changes: Tensor | None = None
     owed: Owed | None = None
-
-    @property
-    def most(self) -> int:
-        """Tokens that each half has room for."""
-        return self.keys.shape[1] if self.keys is not None and self.owed is not None else 0
 
 
 @triton.jit
@@ -92,24 +87,25 @@ def _settled(
     state, keys, decays, changes, tokens, in_key, in_value, heads: tl.constexpr, k_step: tl.constexpr,
     v_step: tl.constexpr,
 ):  # fmt: skip
-    """The state after one or more recorded tokens, the first of which is at these places.
+    """The state after some recorded tokens, the first of which is at these places.
 
     It decays once, by all of them; and what a token changed, by those after it. So the last one comes first.
     """
-    i, last = tl.arange(0, OWED), tokens - 1
-    state *= tl.exp(tl.sum(tl.load(decays + i * heads, mask=i < tokens, other=0.0), 0))
-    keys += last * k_step
-    changes += last * v_step
-    decays += last * heads
-    key, change, g, after = _vector(keys, in_key), _vector(changes, in_value), tl.load(decays), 0.0
-    for t in range(tokens):
-        before, more = t + 1, t < last
-        next_key = _vector(keys - before * k_step, in_key & more)
-        next_change = _vector(changes - before * v_step, in_value & more)
-        next_g = tl.load(decays - before * heads, mask=more, other=0.0)
-        state += key[:, None] * (change * (_length(key) * tl.exp(after)))[None, :]
-        after += g
-        key, change, g = next_key, next_change, next_g
+    if tokens > 0:
+        i, last = tl.arange(0, OWED), tokens - 1
+        state *= tl.exp(tl.sum(tl.load(decays + i * heads, mask=i < tokens, other=0.0), 0))
+        keys += last * k_step
+        changes += last * v_step
+        decays += last * heads
+        key, change, g, after = _vector(keys, in_key), _vector(changes, in_value), tl.load(decays), 0.0
+        for t in range(tokens):
+            before, more = t + 1, t < last
+            next_key = _vector(keys - before * k_step, in_key & more)
+            next_change = _vector(changes - before * v_step, in_value & more)
+            next_g = tl.load(decays - before * heads, mask=more, other=0.0)
+            state += key[:, None] * (change * (_length(key) * tl.exp(after)))[None, :]
+            after += g
+            key, change, g = next_key, next_change, next_g
     return state
 
 
@@ -124,17 +120,17 @@ def _token(q, k, v, a, b, q_stride, k_stride, v_stride, a_stride, b_stride, t, t
 
 @triton.jit
 def _short_rows(
-    q, k, v, a, b, out, keys, decays, changes, states, starts, counts, reads, writes, turn, owed_start, owed,
-    rate, dt_bias, scale, q_stride, k_stride, v_stride, a_stride, b_stride, slot_stride, most,
+    q, k, v, a, b, out, keys, decays, changes, states, starts, counts, reads, writes, owed_start, owed, keeps,
+    records, rate, dt_bias, scale, q_stride, k_stride, v_stride, a_stride, b_stride, slot_stride,
     heads: tl.constexpr, group: tl.constexpr, dk: tl.constexpr, dv: tl.constexpr,
     block_k: tl.constexpr, block_v: tl.constexpr, projected: tl.constexpr, recorded: tl.constexpr,
     follows: tl.constexpr,
 ):  # fmt: skip
     """a and b are g and β; or, if `projected`, what these are made of. If `recorded`, changes and made g are kept.
 
-    Where that is done by turns, keys are kept too, and the state is first moved on, in place, by what the row owes.
-    What a token needs is loaded while the one before it is worked on. Nothing of this step has touched the state, nor
-    what is owed: both are done with before this follows.
+    Where slots may lag behind, keys are kept too. The state is then first moved on by what the row owes, stored if it
+    is to be kept so, and not stored again. What a token needs is loaded while the one before it is worked on. Nothing
+    of this step has touched the state, nor what is owed: both are done with before this follows.
     """
     lead(follows)
     row, head = tl.program_id(1), tl.program_id(0) // tl.cdiv(dv, block_v)
@@ -152,18 +148,21 @@ def _short_rows(
     at = head * dk * dv + ks[:, None] * dv + vs[None, :]
     state = tl.load(states + source * slot_stride + at, mask=inside & (source >= 0), other=0.0)
     k_step: tl.constexpr = heads // group * dk
-    if turn is not None:
-        half, tokens = tl.load(turn) * most, tl.load(owed + row)
-        first = most - half + tl.load(owed_start + row)
-        if tokens > 0:
-            state = _settled(
-                state, keys + first * k_step + head // group * dk + ks, decays + first * heads + head,
-                changes + (first * heads + head) * dv + vs, tokens, in_key, in_value, heads, k_step, heads * dv,
-            )  # fmt: skip
-            tl.store(states + source * slot_stride + at, state, mask=inside)
-        keys += half * k_step + head // group * dk + ks
-        decays += half * heads
-        changes += half * (heads * dv)
+    lags: tl.constexpr = owed is not None
+    recording = start
+    if lags:
+        tokens, first = tl.load(owed + row), tl.load(owed_start + row).to(tl.int64)
+        target, recording = tl.load(keeps + row).to(tl.int64), tl.load(records + row).to(tl.int64)
+        state = _settled(
+            state, keys + first * k_step + head // group * dk + ks, decays + first * heads + head,
+            changes + (first * heads + head) * dv + vs, tokens, in_key, in_value, heads, k_step, heads * dv,
+        )  # fmt: skip
+        if target >= 0:
+            tl.store(states + target * slot_stride + at, state, mask=inside)
+        keys += recording * k_step + head // group * dk + ks
+    if recorded:
+        decays += recording * heads + head
+        changes += (recording * heads + head) * dv + vs
     if follows:
         tl.debug_barrier()  # else the compiler would load when it is used, for which it needs fewer registers
         follow(follows)
@@ -179,9 +178,9 @@ def _short_rows(
         if projected:
             g, beta = _gates(of_a, of_b, tl.load(rate + head), tl.load(dt_bias + head))
             if recorded:
-                tl.store(decays + entry, g, mask=part == 0)
-        if turn is not None:
-            tl.store(keys + (start + t) * k_step, key, mask=in_key & (part == 0) & (head % group == 0))
+                tl.store(decays + t * heads, g, mask=part == 0)
+        if lags:
+            tl.store(keys + t * k_step, key, mask=in_key & (part == 0) & (head % group == 0))
         # What the key and the query see of the state before the token is all that is needed of it.
         decay, length = tl.exp(g), _length(key)
         seen = tl.sum(state * key[:, None], 0) * (decay * length)
@@ -191,11 +190,11 @@ def _short_rows(
         said = (heard + moved * tl.sum(key * query, 0)) * (_length(query) * scale)
         tl.store(out + entry * dv + vs, said, mask=in_value)
         if recorded:
-            tl.store(changes + entry * dv + vs, change, mask=in_value)
-        if more | (target >= 0):
+            tl.store(changes + t * (heads * dv), change, mask=in_value)
+        if more if lags else more | (target >= 0):
             state = state * decay + key[:, None] * moved[None, :]
         key, query, value, of_a, of_b = next_key, next_query, next_value, next_a, next_b
-    if target >= 0:
+    if not lags and target >= 0:
         tl.store(states + target * slot_stride + at, state, mask=inside)
 
 
@@ -216,7 +215,7 @@ def gated_delta(
     short, long = plan(rows, slots, chunk_tokens(v.dtype))
     changes = v.new_empty(v.shape, dtype=torch.float32) if slots.recording is not None else None
     if len(short.start):
-        advance_short(q, k, v, g, beta, out, slots.data, *short, kept=Kept(changes=changes))
+        advance_short(q, k, v, g, beta, out, slots.data, *short, kept=Kept(decays=g, changes=changes))
     if len(long.read):
         advance_long(q, k, v, g, beta, out, slots.data, long)
     if changes is not None:  # of rows that are recorded, all of which are among the short ones
@@ -253,9 +252,9 @@ def advance_short(
         fits //= 2
     block_v = max(1, min(triton.next_power_of_2(dv), fits))
     _short_rows[heads * triton.cdiv(dv, block_v), len(start)](
-        q, k, v, a, b, out, *kept[:3], states, start, count, read, write, *(kept.owed or (None,) * 3),
+        q, k, v, a, b, out, *kept[:3], states, start, count, read, write, *(kept.owed or (None,) * 4),
         *(gates or (None, None)), dk**-0.5,
-        q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), states.stride(0), kept.most,
+        q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), states.stride(0),
         heads=heads, group=heads // k_heads, dk=dk, dv=dv, block_k=block_k, block_v=block_v,
         projected=gates is not None, recorded=kept.changes is not None, num_warps=1, **passing_on(v.device, total),
     )  # fmt: skip
