@@ -18,6 +18,7 @@ from gpu_figures import Run, seconds
 from bough import CacheConfig, Engine, SamplingParams
 from bough.engine.load import Loaded
 from bough.engine.request import Handle, Usage
+from bough.ops import largest
 from bough.state.live import State
 from bough.state.transaction import Transaction
 
@@ -141,7 +142,7 @@ class Batch:
     def decode(self) -> None:
         batch = [(state, [token]) for state, token in zip(self.states, self.tokens, strict=True)]
         _, logits = self.runner.forward(batch, [1] * len(batch))
-        self.tokens = logits.argmax(-1).tolist()
+        self.tokens = largest(logits)[1].tolist()
 
     def round(self, draft: list[int]) -> list[Transaction]:
         """Feed each its token and a draft; whoever asked commits."""
@@ -150,7 +151,7 @@ class Batch:
         _, logits = self.runner.forward(
             batch, [1 + len(draft)] * len(batch), drafts=dict.fromkeys(range(len(batch)), draft)
         )
-        logits.argmax(-1).tolist()
+        largest(logits)[1].tolist()
         return opened
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from toy import DELTA, FULL, WINDOW, check, close, feed, pool_of, text, toy, use
 from bough.errors import PoolFull, StateError
 from bough.state.live import State
 from bough.state.pool import Pool
-from bough.state.recordings import Recordings
+from bough.state.recordings import Journal
 from bough.state.reservation import forward
 from bough.state.snapshot import Snapshot, merge
 from bough.state.store import Run
@@ -531,10 +531,11 @@ def test_what_broke_in_a_step_stays_broken():
     model, tokens = toy(5), text(12)
     pool = pool_of(model, 4)
     state = grown(model, pool, tokens)
-    lasting = Recordings(pool)
+    journal = Journal(pool, 1)
+    lasting = journal.all
     with state.begin() as transaction:
         feed(model, (state, (1, 2)))
-        lasting.parts, transaction.recordings.lasting = transaction.recordings.parts, lasting
+        lasting.parts, transaction.recordings.journal = transaction.recordings.parts, journal
         transaction.commit(2)
     assert state.owes is lasting and state.condition == "ready"
     state.check()
@@ -552,12 +553,12 @@ def test_what_is_owed_is_done_for_whoever_looks():
     pool = pool_of(model, 4)
 
     def owing() -> State:
-        state, lasting = grown(model, pool, tokens), Recordings(pool)
+        state, journal = grown(model, pool, tokens), Journal(pool, 1)
         with state.begin() as transaction:
             feed(model, (state, (1, 2, 3)))
-            lasting.parts, transaction.recordings.lasting = transaction.recordings.parts, lasting
+            journal.all.parts, transaction.recordings.journal = transaction.recordings.parts, journal
             transaction.commit(2)
-        assert state.owes is lasting
+        assert state.owes is journal.all
         return state
 
     kept = (*tokens, 1, 2)

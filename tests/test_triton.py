@@ -240,3 +240,20 @@ def test_a_whole_delta_layer(rows, dtype):
     tolerance = 2e-5 if dtype == torch.float32 else 4e-2  # of low precision, a rounding or two
     close(ours, want, tolerance)
     close(states, old_states.data, 2e-5 if dtype == torch.float32 else 5e-3)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@pytest.mark.parametrize("width", [1, 300, 40_000])
+def test_largest_of_each_row(width, dtype):
+    x = torch.randn(7, width + 5).to(dtype)[:, 3:-2]
+    x[1] = x[1].round()  # some are equal
+    x[2], x[3] = -torch.inf, torch.inf
+    x[4, -1], x[5, 0] = torch.nan, 1e4
+    best, at = twin.largest(x.to(DEVICE))
+    wanted = [0, 1, 5, 6]
+    expected, first = x[wanted].float().numpy().max(1), x[wanted].float().numpy().argmax(1)
+    assert best[wanted].tolist() == expected.tolist() and at[wanted].tolist() == first.tolist()
+    assert not best[2:5].isfinite().any() and not len(twin.largest(x[:0].to(DEVICE))[0])
+    if width > 1:
+        assert x[4].isnan().sum() == 1

@@ -20,12 +20,14 @@ import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from bough.config import SamplingParams
 from bough.errors import BadLogits
+from bough.ops import largest
 from bough.ops.sent import sent
 
 # Rows are taken a few at a time, so that temporaries stay within some hundred megabytes whatever the batch.
@@ -115,13 +117,19 @@ class Drawing:
 
     def __init__(self, ids: Tensor, parts: Sequence[Tensor], asked: Sequence[int | None], along: int) -> None:
         """`parts`: ids, scores and what is sent along; then logprobs, of the rows that asked for so many."""
-        self.ids, self._asked, self._along = ids, asked, along
-        self._numbers, self._sent = torch.cat([part.double() for part in parts]), None  # exact for ids and float32
-        if ids.is_cuda:
-            self._numbers = torch.empty(len(self._numbers), dtype=torch.float64, pin_memory=True).copy_(
-                self._numbers, non_blocking=True
-            )
-            self._sent = torch.cuda.current_stream(ids.device).record_event()
+        self.ids, self._asked, self._along, self._sent = ids, asked, along, None
+        if not ids.is_cuda:
+            self._numbers = _packed(parts)
+            return
+        stream = _sending(ids.device)  # beside the next step, which needs but the ids
+        stream.wait_stream(torch.cuda.current_stream(ids.device))
+        with torch.cuda.stream(stream):
+            numbers = _packed(parts)
+            self._numbers = torch.empty(len(numbers), dtype=torch.float64, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+        for part in parts:
+            part.record_stream(stream)
+        self._sent = stream.record_event()
 
     def result(self) -> Sampled:
         if self._sent is not None:
@@ -140,6 +148,17 @@ class Drawing:
         others = [int(each) for each in numbers[2 * count : sent]]
         tokens = [int(each) if math.isfinite(each) else 0 for each in numbers[:count]]
         return Sampled(self.ids, tokens, logprobs, others, bad)
+
+
+@cache
+def _sending(device: torch.device) -> torch.cuda.Stream:
+    """What drawn tokens are sent to the host on."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _packed(parts: Sequence[Tensor]) -> Tensor:
+    """In one tensor; exact for ids and float32."""
+    return torch.cat([part.double() for part in parts])
 
 
 def resolve_seed(params: SamplingParams) -> int:
@@ -183,8 +202,7 @@ def draw(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:
     for piece in _pieces(penalised, logits.shape[1]):
         which = _send(piece, torch.int64, logits.device)
         logits.index_copy_(0, which, _penalise(logits[which], [rows[r] for r in piece]))
-    best, ids = logits.max(-1)  # the answer of greedy rows, and what the others are measured by
-    scores = best.float()
+    scores, ids = largest(logits)  # the answer of greedy rows, and what the others are measured by
 
     noisy = [r for r, row in enumerate(rows) if row.params.temperature > 0]
     # Apart, so that rows with a small top-k need not carry the whole vocabulary along.

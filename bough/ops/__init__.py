@@ -10,6 +10,7 @@ from bough.ops.deferred import Addend, Input, made
 from bough.ops.delta import DeltaLayer, delta_gates, gated_delta, gated_delta_layer, replay_delta
 from bough.ops.experts import Matrices, experts, matrices
 from bough.ops.heads import place_heads
+from bough.ops.largest import largest
 from bough.ops.linear import Parts, Weight, arranged, fused, gated_linear, later, linear
 from bough.ops.norm import Norm, rms_norm, rms_norm_gated, rms_norm_scaled
 from bough.ops.quant import Quantised
@@ -43,6 +44,7 @@ __all__ = [
     "gated_linear",
     "gelu_tanh",
     "inverse_frequencies",
+    "largest",
     "later",
     "linear",
     "made",

@@ -107,15 +107,15 @@ def gated_delta(
             if last in emit:
                 slots.data[emit[last]] = state
     if changes is not None:
-        slots.record(rows, k, g, changes)
+        slots.record(rows, k, g, changes / _by_head(_lengths(k), len(slots.data[0])))
     return close_slots(out, slots, explicit)
 
 
 def replay_delta(layers: Sequence[Replayed], rows: Sequence[ReplayedRow]) -> None:
     """Move states on by recorded tokens: in each layer those of each row's slot, by so many tokens from a start on.
 
-    What a token changes, β (v − Sᵀk), depends on the tokens before it alone. So it was recorded, and all that is left
-    to do is to add up.
+    What a token changes, β (v − Sᵀk), depends on the tokens before it alone. So it was recorded, divided by the length
+    that its key has as it is, and all that is left to do is to add up.
     """
     if (fast := twins(layers[0][0])) is not None:
         fast.replay_delta(layers, rows)
@@ -123,7 +123,7 @@ def replay_delta(layers: Sequence[Replayed], rows: Sequence[ReplayedRow]) -> Non
     for states, inputs in layers:
         for slot, start, count in rows:
             k, g, change = (each[start : start + count] for each in inputs)
-            keys = _unit((k,), states.shape[1])  # [H, n, dk]
+            keys = _by_head(k.float(), states.shape[1]).transpose(0, 1)  # [H, n, dk]
             left = F.pad(g[1:], (0, 0, 0, 1)).flip(0).cumsum(0).flip(0).exp()  # [n, H]: the decay after each token
             states[slot].mul_(g.sum(0).exp()[:, None, None])
             states[slot].baddbmm_((keys * left.T[..., None]).transpose(1, 2), change.transpose(0, 1))
@@ -180,10 +180,20 @@ def advance_chunk(
 def _unit(vectors: Sequence[Tensor], heads: int) -> Tensor:
     """Keys, and queries after them, of n tokens by v head [H, 2n, dk]: in float32, of unit length or less if near 0."""
     both = torch.cat([each.transpose(0, 1) for each in vectors], 1).float()  # [Hk, 2n, dk]
-    both /= torch.hypot(torch.linalg.vector_norm(both, dim=-1, keepdim=True), ROOT_EPS)  # √(Σ x² + ε)
+    both /= _lengths(both)
     if len(both) == heads:
         return both
     return both[:, None].expand(-1, heads // len(both), -1, -1).reshape(heads, *both.shape[1:])
+
+
+def _lengths(vectors: Tensor) -> Tensor:
+    """[..., 1]: √(Σ x² + ε)."""
+    return torch.hypot(torch.linalg.vector_norm(vectors.float(), dim=-1, keepdim=True), ROOT_EPS)
+
+
+def _by_head(of_keys: Tensor, heads: int) -> Tensor:
+    """[n, Hk, ...] for each v head: [n, H, ...]."""
+    return of_keys.repeat_interleave(heads // of_keys.shape[1], 1)
 
 
 def _decay_between(g: Tensor) -> Tensor:

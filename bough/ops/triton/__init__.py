@@ -10,6 +10,7 @@ from bough.ops.triton.conv import carry, causal_conv
 from bough.ops.triton.delta import delta_gates, gated_delta, gated_delta_layer
 from bough.ops.triton.experts import experts
 from bough.ops.triton.heads import place_heads, rotations
+from bough.ops.triton.largest import largest
 from bough.ops.triton.linear import few, few_rows, gated_rows, product_normed, projected_rows
 from bough.ops.triton.norm import norm, norm_after, rms_norm_gated
 from bough.ops.triton.quant import expanded
@@ -29,6 +30,7 @@ __all__ = [
     "gated_delta",
     "gated_delta_layer",
     "gated_rows",
+    "largest",
     "norm",
     "norm_after",
     "place_heads",

@@ -24,6 +24,7 @@ from bough.ops.triton.plan import plan
 
 GATES = 1024  # that a program makes
 OWED = tl.constexpr(triton.next_power_of_2(FEW))  # tokens, or fewer, that a row owes
+AHEAD = tl.constexpr(5)  # recorded tokens that are on their way, less one
 CARRIED = 4096  # numbers of a state that a warp carries
 BUSY = 512  # programs that keep a device busy: as few carry half of that through several tokens, in less time
 
@@ -94,18 +95,11 @@ def _settled(
     if tokens > 0:
         i, last = tl.arange(0, OWED), tokens - 1
         state *= tl.exp(tl.sum(tl.load(decays + i * heads, mask=i < tokens, other=0.0), 0))
-        keys += last * k_step
-        changes += last * v_step
-        decays += last * heads
-        key, change, g, after = _vector(keys, in_key), _vector(changes, in_value), tl.load(decays), 0.0
-        for t in range(tokens):
-            before, more = t + 1, t < last
-            next_key = _vector(keys - before * k_step, in_key & more)
-            next_change = _vector(changes - before * v_step, in_value & more)
-            next_g = tl.load(decays - before * heads, mask=more, other=0.0)
-            state += key[:, None] * (change * (_length(key) * tl.exp(after)))[None, :]
-            after += g
-            key, change, g = next_key, next_change, next_g
+        after = 0.0
+        for t in tl.range(0, tokens, num_stages=AHEAD):
+            key, change = _vector(keys + (last - t) * k_step, in_key), _vector(changes + (last - t) * v_step, in_value)
+            state += key[:, None] * (change * tl.exp(after))[None, :]
+            after += tl.load(decays + (last - t) * heads)
     return state
 
 
@@ -185,12 +179,11 @@ def _short_rows(
         decay, length = tl.exp(g), _length(key)
         seen = tl.sum(state * key[:, None], 0) * (decay * length)
         heard = tl.sum(state * query[:, None], 0) * decay
-        change = (value - seen) * beta
-        moved = change * length
+        moved = (value - seen) * (beta * length)
         said = (heard + moved * tl.sum(key * query, 0)) * (_length(query) * scale)
         tl.store(out + entry * dv + vs, said, mask=in_value)
         if recorded:
-            tl.store(changes + t * (heads * dv), change, mask=in_value)
+            tl.store(changes + t * (heads * dv), moved, mask=in_value)
         if more if lags else more | (target >= 0):
             state = state * decay + key[:, None] * moved[None, :]
         key, query, value, of_a, of_b = next_key, next_query, next_value, next_a, next_b

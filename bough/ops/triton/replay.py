@@ -15,7 +15,6 @@ from torch import Tensor
 
 from bough.ops.ragged import Replayed, ReplayedRow
 from bough.ops.sent import sent
-from bough.ops.triton.chunks import EPS
 
 CARRIED = 2048  # numbers that a warp carries
 CHANNELS = 512
@@ -40,7 +39,6 @@ def _replay_delta(
     state = tl.load(states + at, mask=inside, other=0.0)
     for t in range(start, start + tl.load(counts + row)):
         key = tl.load(k + t * k_stride + head // group * dk + ks, mask=ks < dk, other=0.0).to(tl.float32)
-        key *= tl.rsqrt(tl.sum(key * key, 0) + EPS)
         change = tl.load(changes + t * change_stride + head * dv + vs, mask=vs < dv, other=0.0)
         state = state * tl.exp(tl.load(g + t * g_stride + head)) + key[:, None] * change[None, :]
     tl.store(states + at, state, mask=inside)
