@@ -4,7 +4,7 @@ A commit decides how many of the recorded tokens move a state's slot on. Whoever
 done (`State.settle`). But where captured forwards will feed the same state again, their recordings last (Journal), and
 the next one does that on the way: slots are read and written once a round, not once for the draft and once for its
 commit. Parts that are late are not even written once a forward: every forward moves what it read on by all that is
-owed, and stores that when there is no more room to record in.
+owed, and stores that once in a while.
 
 Invariants:
 - What a state owes is recorded in one half of its stretch, from the beginning on; what a forward records goes behind
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 NONE = -1  # no slot
 HALF = FEW  # tokens that a half of a stretch has room for
 STRETCH = 2 * HALF
+EVERY = 5  # forwards: by then what is owed takes longer to add up, time after time, than storing it does
 Parts = dict[tuple[int, str], Recording]  # by layer and part
 
 
@@ -148,7 +149,7 @@ class Journal:
         first = number * STRETCH
         start, owed = (first, 0) if state.owes is None else state.owes.owing[state]
         # States write their slots at different steps, so that steps take equally long.
-        is_due = into is self.all or owed + count > HALF or (self._forwards + number) % HALF == 0
+        is_due = into is self.all or owed + count > HALF or (self._forwards + number) % EVERY == 0
         moves = not recorded and (write != read or not before)
         early = owed if state.owes is self.all else 0
         return Place(
