@@ -7,6 +7,7 @@ sends what is used of it.
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +27,15 @@ PER_ROW = ("start", "tokens", "history", "read", "write", *Place._fields)
 PER_TOKEN = ("token", "position", "place")
 
 
+class _Unsent(NamedTuple):
+    """Room for numbers that are yet to be sent, and the views of it: to make these takes longer than to copy it."""
+
+    buffer: Tensor
+    target: Tensor  # where it goes on the device
+    packed: NDArray[np.int32]  # the buffer
+    by_row: NDArray[np.int32]  # [.., rows]: its beginning
+
+
 class Fixed:
     """Room for the numbers of `rows` rows of up to `each` tokens, of a context each."""
 
@@ -42,7 +52,8 @@ class Fixed:
         self._blank = self._without_rows()
         self._numbers = torch.zeros(self._end + pages, dtype=torch.int32, device=pool.device)
         self._numbers[: self._end] = torch.from_numpy(self._blank)
-        self._unsent: tuple[Tensor, NDArray[np.int32]] | None = None
+        self._used = self._end  # numbers that the last step had
+        self._unsent: _Unsent | None = None
         self.tokens, self.positions = self._view("token"), self._view("position")
         self.short = ShortRows(*(self._view(name) for name in ("start", "tokens", "read", "write")))
 
@@ -92,8 +103,12 @@ class Fixed:
         """
         assert isinstance(step.numbers, HostNumbers)
         numbers, rows = step.numbers, step.rows
-        sent, packed = self._unsent or self._buffer()
-        self._unsent = None  # whatever becomes of it
+        tables = [(unit, *numbers.pages(unit)) for unit in self.pool.page_stores]
+        self._used = self._end + sum([len(pages) for _, pages, _ in tables])
+        unsent, self._unsent = self._unsent, None  # whatever becomes of it
+        if unsent is None or len(unsent.packed) < self._used:
+            unsent = self._buffer()
+        packed, by_row, end = unsent.packed, self._by_row(step, places), self._end
 
         def put(name: str, values: Values) -> None:
             start = self._at[name].start
@@ -101,10 +116,8 @@ class Fixed:
 
         put("token", numbers.fed)
         put("position", numbers.places)
-        put("place", numbers.paged[1])
-        by_row, end = self._by_row(step, places), self._end
-        for unit in self.pool.page_stores:
-            pages, offset = numbers.pages(unit)
+        put("place", numbers.in_page)
+        for unit, pages, offset in tables:
             parts = divided(rows.counts, rows.history, self._windows[unit], self._programs[unit])
             shift = end - self._end
             by_row += [[at + shift for at in offset], [0, *accumulate(parts.used[:-1])], parts.used]
@@ -112,9 +125,8 @@ class Fixed:
             put(f"row {unit}", parts.row)
             packed[end : end + len(pages)] = pages
             end += len(pages)
-        columns = packed[: self._at["token"].start].reshape(len(by_row), -1)
-        columns[:, : len(rows.counts)] = by_row
-        self._numbers[:end].copy_(sent[:end], non_blocking=True)
+        unsent.by_row[:, : len(rows.counts)] = by_row
+        unsent.target.copy_(unsent.buffer, non_blocking=True)
         if step.given is not None:
             self.tokens[: rows.total].copy_(step.given)
 
@@ -122,11 +134,14 @@ class Fixed:
         """Have a buffer for the next numbers, while the device is at work on those that were sent."""
         self._unsent = self._buffer()
 
-    def _buffer(self) -> tuple[Tensor, NDArray[np.int32]]:
-        buffer = torch.empty(len(self._numbers), dtype=torch.int32, pin_memory=self.pool.device.type == "cuda")
+    def _buffer(self) -> _Unsent:
+        """One for the pages that were used last, and one more of each row."""
+        size = min(self._used + len(self.pool.page_stores) * self.rows, len(self._numbers))
+        buffer = torch.empty(size, dtype=torch.int32, pin_memory=self.pool.device.type == "cuda")
         packed = buffer.numpy()
         packed[: self._end] = self._blank
-        return buffer, packed
+        by_row = packed[: self._at["token"].start].reshape(-1, self._at[PER_ROW[1]].start)
+        return _Unsent(buffer, self._numbers[:size], packed, by_row)
 
     def _by_row(self, step: Step, places: Sequence[Place]) -> list[Sequence[int]]:
         """What there is of PER_ROW, in that order."""

@@ -236,7 +236,7 @@ class Pool:
             store.release(run.ids[kept.end - run.first :])
             run = kept
         inside = length % size
-        if inside and store.refs[tail := run.ids[-1]] == 1:
+        if inside and store.refs.item(tail := run.ids.item(-1)) == 1:
             store.fill[tail] = inside  # nobody else knows what came after
         return run
 

@@ -53,8 +53,9 @@ def forward(
     for name, each in (("masks", masks), ("cuts", cuts)):
         if each is not None and len(each) != len(batch):
             raise ValueError(f"{len(each)} {name} for {len(batch)} rows; give each row its own")
-    for state in (state for state, _ in batch if settled):
-        state.settle()
+    if settled:
+        for state, _ in batch:
+            state.settle()
     reservation = Reservation(pool, batch, cuts)
     try:
         yield reservation.step(tokens, masks, given)
@@ -83,8 +84,9 @@ class _Appends:
         self.unit, self._store, self._states, self._size = unit, pool.stores[unit], states, pool.layout.page_tokens
         self.runs = [state.runs[unit] for state in states]  # after the step, those out of reach still included
         ahead = self._store.unit.reach is None
-        self.filled = [state.known for state in states] if ahead else list(rows.history)  # before the step
-        self._marks: list[tuple[int, int]] = []  # pages that are appended to in place, and how far
+        self.filled = tuple([state.known for state in states]) if ahead else rows.history  # before the step
+        self._marks: list[tuple[int, int]] = []  # shared pages that are appended to in place, and how far
+        self._own_marks: list[tuple[int, int]] = []  # those that nobody else can look at before the step has ended
         self._old_marks: list[tuple[int, int]] = []
         self._growing: list[_Growth] = []
         self._old: dict[int, Run] = {}  # of rows that get pages
@@ -92,9 +94,10 @@ class _Appends:
         self._plan(rows)
 
     def _plan(self, rows: Rows) -> None:
-        store, size = self._store, self._size
+        size, refs, fill = self._size, self._store.refs, self._store.fill
         left: dict[int, int] = {}  # fill marks as the rows before this one will leave them
-        for row, (filled, before, count) in enumerate(zip(self.filled, rows.history, rows.counts, strict=True)):
+        by_row = zip(self.runs, self.filled, rows.history, rows.counts, strict=True)
+        for row, (run, filled, before, count) in enumerate(by_row):
             added = before + count - filled
             if added <= 0:  # known tokens add nothing
                 continue
@@ -102,12 +105,13 @@ class _Appends:
             written = inside + added  # tokens, from the start of the first page that is written
             pages, copies = -(-written // size), False
             if inside:
-                tail = int(self.runs[row].ids[-1])
-                copies = bool(store.refs[tail] > 1 and left.get(tail, store.fill[tail]) != inside)
+                tail = run.ids.item(-1)
+                is_shared = refs.item(tail) > 1
+                copies = is_shared and left.get(tail, fill.item(tail)) != inside
                 if not copies:
                     pages -= 1
                     left[tail] = min(written, size)
-                    self._marks.append((tail, left[tail]))
+                    (self._marks if is_shared else self._own_marks).append((tail, left[tail]))
             if pages:
                 self._growing.append(_Growth(row, pages, copies, (written - 1) % size + 1))
 
@@ -116,27 +120,30 @@ class _Appends:
         return sum([each.pages for each in self._growing])
 
     def apply(self, taken: Ids) -> None:
-        """Use the entries taken: copy shared tails, append the new pages, and set the fill marks."""
+        """Use the entries taken: copy shared tails, append the new pages, and set the fill marks that others see."""
         self.taken, fill = taken, self._store.fill
         for tail, mark in self._marks:
-            self._old_marks.append((tail, int(fill[tail])))
+            self._old_marks.append((tail, fill.item(tail)))
             fill[tail] = mark
-        for row, pages, copies, filled in self._growing:
+        for row, pages, copies, _ in self._growing:
             old, new, taken = self.runs[row], taken[:pages], taken[pages:]
             kept = old.ids
             if copies:
                 self._store.copy(kept[-1:], new[:1])
                 kept = kept[:-1]
             self._old[row], self.runs[row] = old, Run(old.first, np.concatenate([kept, new]))
-            fill[new] = self._size
-            fill[new[-1]] = filled
 
     def finish(self) -> None:
-        """Give the states their new runs, what fell out of reach included."""
-        for row, _, copies, _ in self._growing:
+        """Give the states their new runs, what fell out of reach included, and set the other fill marks."""
+        fill = self._store.fill
+        for tail, mark in self._own_marks:
+            fill[tail] = mark
+        for row, pages, copies, filled in self._growing:
+            run = self._states[row].runs[self.unit] = self.runs[row]
+            fill[run.ids[-pages:]] = self._size
+            fill[run.ids[-1]] = filled
             if copies:
                 self._store.release(self._old[row].ids[-1:])
-            self._states[row].runs[self.unit] = self.runs[row]
 
     def abort(self) -> None:
         self._store.release(self.taken)
@@ -216,7 +223,7 @@ class Reservation:
                 continue
             if state.slot is None:
                 movers.append(state)
-            elif refs[state.slot] > 1:
+            elif refs.item(state.slot) > 1:
                 groups.setdefault(state.slot, []).append(state)
         for slot, group in groups.items():
             if refs[slot] == len(group):

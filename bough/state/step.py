@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from operator import gt
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -80,25 +79,16 @@ class HostNumbers:
         rows: Rows,
         tokens: Ints,
         runs: dict[int, list[Run]],
-        known: dict[int, list[int]] | None = None,
+        known: dict[int, tuple[int, ...]] | None = None,
     ) -> None:
         """Entries of tokens before `known`, a length a row, are there already: what is computed goes to scratch."""
         self.pool, self.rows, self.fed, self.runs, self.known = pool, rows, tokens, runs, known
         self.short: ShortRows | None = None
+        row, inside = _tokens(rows.counts)
+        self.places: Ints = np.array(rows.history, np.int64)[row] + inside  # the position of each token
+        self.page, self.in_page = np.divmod(self.places, pool.layout.page_tokens)  # its page's number, its place there
         self._tables: dict[int, PageTable] = {}
         self._pages: dict[int, tuple[Ints, list[int]]] = {}
-
-    @cached_property
-    def places(self) -> Ints:
-        """The position of each token."""
-        row, inside = _tokens(self.rows.counts)
-        places: Ints = np.array(self.rows.history, np.int64)[row] + inside
-        return places
-
-    @cached_property
-    def paged(self) -> tuple[Ints, Ints]:
-        """The page number of each token, and its place in that page."""
-        return np.divmod(self.places, self.pool.layout.page_tokens)
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -114,7 +104,7 @@ class HostNumbers:
     def table(self, unit: int) -> PageTable:
         if unit not in self._tables:
             pages, offset = self.pages(unit)
-            parts = pages, self.written(unit), self.paged[1]
+            parts = pages, self.written(unit), self.in_page
             made = (torch.from_numpy(each.astype(np.int32)) for each in parts)
             table, page, at = (sent(each, self.pool.device) for each in made)
             self._tables[unit] = PageTable(table, tuple(offset), page, at)
@@ -124,18 +114,18 @@ class HostNumbers:
         """The pages of all rows, and for each where in there page number 0 is, or would be."""
         if unit not in self._pages:
             runs = self.runs[unit]
-            pages = np.concatenate([run.ids for run in runs]) if runs else EMPTY.ids
-            starts = accumulate([len(run.ids) for run in runs], initial=0)
+            ids = [run.ids for run in runs]
+            starts = accumulate(map(len, ids), initial=0)
             offset = [start - run.first for start, run in zip(starts, runs, strict=False)]
-            self._pages[unit] = pages, offset
+            self._pages[unit] = np.concatenate(ids) if ids else EMPTY.ids, offset
         return self._pages[unit]
 
     def written(self, unit: int) -> Ints:
         """The page that each token's entry goes to."""
         pages, offset = self.pages(unit)
         row, _ = _tokens(self.rows.counts)
-        written: Ints = pages[np.array(offset, np.int64)[row] + self.paged[0]]
-        if self.known is not None and any(map(gt, self.known[unit], self.rows.history)):
+        written: Ints = pages[np.array(offset, np.int64)[row] + self.page]
+        if self.known is not None and self.known[unit] != self.rows.history:
             written[self.places < np.array(self.known[unit], np.int64)[row]] = self.pool.stores[unit].scratch
         return written
 

@@ -101,11 +101,11 @@ class Store:
         if not len(ids):
             return
         left = self.refs[ids] - 1
-        assert (left >= 0).all(), "an entry is released more often than it was lent"
+        assert not np.count_nonzero(left < 0), "an entry is released more often than it was lent"
         self.refs[ids] = left
-        gone = ids[left == 0]
+        gone = ids[left == 0].tolist()
         self.used -= len(gone)
-        for entry in gone.tolist():
+        for entry in gone:
             slab = entry // self.unit.per_slab
             unused = self._unused.setdefault(slab, [])
             unused.append(entry)

@@ -86,8 +86,9 @@ def commit(kept: Sequence[tuple[Transaction, int]]) -> None:
     needed: dict[Recordings, int] = {}  # up to which token
     for transaction, count in kept:
         transaction._expect_committable(count)
-        if count and (recordings := transaction.recordings) is not None:
-            needed[recordings] = max(needed.get(recordings, 0), transaction.at + count)
+        recordings, most = transaction.recordings, transaction.at + count
+        if count and recordings is not None and most > needed.get(recordings, 0):
+            needed[recordings] = most
     for recordings, most in needed.items():
         if lacking := recordings.kept.lacking(most):
             raise StateError(f"the inputs of {len(lacking)} parts were not recorded, of layer {lacking[0][0]} first")
