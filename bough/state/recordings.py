@@ -152,14 +152,11 @@ class Journal:
         is_due = into is self.all or owed + count > HALF or (self._forwards + number) % EVERY == 0
         moves = not recorded and (write != read or not before)
         early = owed if state.owes is self.all else 0
-        return Place(
-            owed_start=start,
-            record=start + owed if not (owed and is_due) else first + (HALF if start == first else 0),
-            owed=early,
-            keep=read if early and recorded else NONE,
-            late_owed=owed,
-            late_keep=(read if recorded else write) if moves or (owed and is_due) else NONE,
-        )
+        stores = owed and is_due
+        record = first + (HALF if start == first else 0) if stores else start + owed
+        keep = read if early and recorded else NONE
+        late_keep = (read if recorded else write) if moves or stores else NONE
+        return Place(start, record, early, keep, owed, late_keep)  # by name it would take twice as long
 
     def took(self, step: "Step", places: Sequence[Place]) -> None:
         """A forward did what they say. Rows that are in no transaction owe the late parts of it when it ends."""
