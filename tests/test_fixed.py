@@ -20,10 +20,12 @@ from bough.models.load import load_model
 from bough.ops.ragged import Recording
 from bough.state.fixed import Fixed
 from bough.state.graphs import EACH, Captured, Graphs, Shape, bucket
+from bough.state.kinds import FullKV
 from bough.state.layout import Layout
 from bough.state.live import State
 from bough.state.pool import Pool
 from bough.state.recordings import EVERY, STRETCH, Recordings
+from bough.state.reservation import forward
 from bough.state.transaction import commit
 
 SHAPE = {
@@ -114,6 +116,7 @@ def without_graphs(graphs: Graphs, monkeypatch) -> None:
 
         hidden, logits = compute()
 
+        @torch.inference_mode()  # a graph writes to what it was captured with in any mode
         def replay() -> None:
             for kept, made in zip((hidden, logits), compute(), strict=True):
                 kept.copy_(made)
@@ -348,6 +351,28 @@ def test_readable_ops_refuse_what_only_kernels_can_read(family, tmp_path):
     runner = Pair(save(family(), tmp_path)).plain
     with pytest.raises(RuntimeError, match="only be read by kernels"):
         runner.graphs.compute(Fixed(runner.pool, 2, 1, 64).step(), None)
+
+
+def test_numbers_of_rows_that_are_longer_than_those_before():
+    """What is made ready for them is too small. They may be sent in inference mode or not."""
+    layout = Layout.of([FullKV(1, 4, 4)], page_tokens=4, dtype=torch.float32)
+    pool = Pool(layout, 128 * layout.slab_bytes, max_running=4)
+    with torch.inference_mode():
+        fixed = Fixed(pool, 2, 1, 256)
+    for lengths, inference in (((3, 5), True), ((90, 5), False), ((90, 201), True), ((2, 7), False)):
+        states = [State(pool) for _ in lengths]
+        with forward(pool, [(state, [0] * length) for state, length in zip(states, lengths, strict=True)]):
+            pass
+        with torch.inference_mode(inference), forward(pool, [(state, [1]) for state in states]) as step:
+            fixed.fill(step)
+            fixed.make_ready()
+        table = fixed.table(0)
+        assert table.spans is not None
+        for state, at in zip(states, table.spans.offset.tolist(), strict=True):
+            ids = state.runs[0].ids.tolist()
+            assert table.table[at : at + len(ids)].tolist() == ids
+            state.release()
+    pool.check()
 
 
 def test_buckets():

@@ -31,7 +31,6 @@ class Runner:
         self.last_layer = last_layer  # where slots keep the last hidden row too, for a drafter that goes on from it
         self.graphs = Graphs(pool, self._all, context or model.context)
 
-    @torch.inference_mode()
     def forward(
         self,
         batch: Batch,
@@ -48,7 +47,7 @@ class Runner:
         Rows with drafts are fed these after their own tokens; where tokens are `given` on the device, all are fed
         those. The logits hold until it is called again.
         """
-        made = {row: draft for row, draft in (drafts or {}).items() if isinstance(draft, Tensor)}
+        made = {row: draft for row, draft in drafts.items() if isinstance(draft, Tensor)} if drafts else {}
         fed = _with_drafts(batch, drafts, made) if drafts else batch
         with forward(self.pool, fed, cuts=cuts, given=given, settled=False) as step:
             if made and given is None:
@@ -57,11 +56,15 @@ class Runner:
                 all_rows, logits = self.graphs(step)
                 return all_rows.clone() if hidden else None, logits
             settle(step)
-            last = Ends.of(step.rows, wanted, self.pool.device)
-            if not hidden and self.last_layer is None:
-                return None, self.model.logits(self.model(replace(step, wanted=last)))
-            all_rows = self._hidden(step)
-            return all_rows if hidden else None, self.model.logits(all_rows[last.places])
+            return self._last(step, Ends.of(step.rows, wanted, self.pool.device), hidden=hidden)
+
+    @torch.inference_mode()
+    def _last(self, step: Step, last: Ends, *, hidden: bool) -> tuple[Tensor | None, Tensor]:
+        """The hidden rows of all tokens, if they are asked for, and the logits of the last ones."""
+        if not hidden and self.last_layer is None:
+            return None, self.model.logits(self.model(replace(step, wanted=last)))
+        all_rows = self._hidden(step)
+        return all_rows if hidden else None, self.model.logits(all_rows[last.places])
 
     def _hidden(self, step: Step) -> Tensor:
         hidden = self.model(step)
@@ -69,6 +72,7 @@ class Runner:
             ops.carry(hidden, step.rows, stored=step.slots(self.last_layer, "conv"))
         return hidden
 
+    @torch.inference_mode()
     def _all(self, step: Step, _: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The hidden rows and the logits of all tokens."""
         hidden = self._hidden(step)
@@ -103,7 +107,8 @@ class Runner:
 
 def _with_drafts(batch: Batch, drafts: Mapping[int, Draft], made: Mapping[int, Tensor]) -> Batch:
     """The rows with their drafts after their own tokens, or as many tokens in their place if these are on a device."""
-    drafts = {**drafts, **{row: [0] * len(draft) for row, draft in made.items()}}
+    if made:
+        drafts = {**drafts, **{row: [0] * len(draft) for row, draft in made.items()}}
     return [(state, [*tokens, *drafts.get(row, ())]) for row, (state, tokens) in enumerate(batch)]
 
 

@@ -50,7 +50,8 @@ class Fixed:
             self._end += -(-size // 4) * 4  # 16 bytes
         pages = len(pool.page_stores) * rows * (-(-(context + FEW) // pool.layout.page_tokens) + 1)  # drafts go past it
         self._blank = self._without_rows()
-        self._numbers = torch.zeros(self._end + pages, dtype=torch.int32, device=pool.device)
+        with torch.inference_mode(mode=False):  # or they could be written in that mode alone
+            self._numbers = torch.zeros(self._end + pages, dtype=torch.int32, device=pool.device)
         self._numbers[: self._end] = torch.from_numpy(self._blank)
         self._used = self._end  # numbers that the last step had
         self._unsent: _Unsent | None = None
