@@ -40,7 +40,10 @@ LONG = Rows((70, 9, 2, 0, 40), (3, 0, 1, 1, 1), ((5, 6, 70), (), (1,), (), (32,)
 @pytest.mark.skipif(HERE, reason="the tests run in this process")
 @pytest.mark.parametrize(
     "name",
-    [f"test_{each}.py" for each in ("triton", "quant_kernels", "fixed", "rounds", *(f"triton_{of}" for of in PARTS))],
+    [
+        f"test_{each}.py"
+        for each in ("triton", "quant_kernels", "fixed", "journal", "rounds", *(f"triton_{of}" for of in PARTS))
+    ],
 )
 def test_kernels_in_the_interpreter(name):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-W", "ignore"]
@@ -257,3 +260,11 @@ def test_largest_of_each_row(width, dtype):
     assert not best[2:5].isfinite().any() and not len(twin.largest(x[:0].to(DEVICE))[0])
     if width > 1:
         assert x[4].isnan().sum() == 1
+
+
+@kernels
+@pytest.mark.parametrize("tokens", [0, 1, 17])
+def test_embedding(tokens):
+    table = torch.randn(50, 5000).to(DEVICE, LOW)[:, 8:-1]
+    which = torch.randint(50, (tokens + 1,), dtype=torch.int32, device=DEVICE)[1:]  # nowhere in particular
+    assert torch.equal(twin.embedding(which, table), table[which.long()])

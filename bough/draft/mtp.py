@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bough import ops
@@ -83,7 +82,7 @@ class MTPHead:
         return self.norm.whole(x, y)[1]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self.target.embed(tokens) if self.embedding is None else F.embedding(tokens, self.embedding)
+        return self.target.embed(tokens) if self.embedding is None else ops.embedding(tokens, self.embedding)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.target.logits(hidden) if self.head is None else ops.linear(hidden, self.head)

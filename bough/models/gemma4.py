@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bough import ops
@@ -157,7 +156,7 @@ class LayerInputs:
     def __call__(self, tokens: Tensor, embedded: Tensor) -> Tensor:
         shape = (len(tokens), self.layers, self.width)
         projected = self.norm((self.project(embedded) * self.root).view(shape))
-        return (projected + (F.embedding(tokens, self.table) * self.table_scale).view(shape)) * 2**-0.5
+        return (projected + (ops.embedding(tokens, self.table) * self.table_scale).view(shape)) * 2**-0.5
 
 
 class Layer:

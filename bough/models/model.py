@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from bough import ops
@@ -66,7 +65,7 @@ class Model(ABC):
         """
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.embedding)
+        return ops.embedding(tokens, self.embedding)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] → [N, vocabulary]."""

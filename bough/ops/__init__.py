@@ -8,6 +8,7 @@ from bough.ops.attention import Mask, attention, write_pages
 from bough.ops.conv import carry, causal_conv, projected_conv, replay_conv
 from bough.ops.deferred import Addend, Input, made
 from bough.ops.delta import DeltaLayer, delta_gates, gated_delta, gated_delta_layer, replay_delta
+from bough.ops.embedding import embedding
 from bough.ops.experts import Matrices, experts, matrices
 from bough.ops.heads import place_heads
 from bough.ops.largest import largest
@@ -36,6 +37,7 @@ __all__ = [
     "carry",
     "causal_conv",
     "delta_gates",
+    "embedding",
     "experts",
     "fused",
     "gated",

@@ -52,8 +52,13 @@ class Captured:
         else:
             places = self.journal.places(step, self.into)
             self.fixed.fill(step, places)
-            self.graph.replay()
-            self.journal.took(step, places)
+            try:
+                self.graph.replay()
+                self.journal.took(step, places)
+            except BaseException:  # nobody knows whether slots were stored
+                for state in step.states:
+                    state.condition = "broken"
+                raise
         self.fixed.make_ready()
 
 
@@ -124,11 +129,19 @@ class Graphs:
         rows = bucket(len(step.rows.counts), each)
         recorded = "all" if any(step.recorded) else "late" if self._journal.late.parts else "none"
         needed = min(rows, self.pool.max_running)
-        if recorded != "none" and needed > self._recordable:
+        if recorded != "none" and not self._has_room(needed):
             return None if recorded == "all" else (rows, each, "none")
-        if recorded != "none" and needed > self._journal.states:
-            self._begin_journal(min(self._recordable, max(ROOM, 2 * needed)))
         return rows, each, recorded
+
+    def _has_room(self, states: int) -> bool:
+        """Whether so many can be recorded. Before others are dropped for more room, there must be some to be had."""
+        if self._journal.states < states <= self._recordable:
+            if torch.cuda.mem_get_info(self.pool.device)[0] < LEFT:
+                log.warning("steps of %d rows are not recorded, and take longer: memory is short", states)
+                self._recordable = self._journal.states
+            else:
+                self._begin_journal(min(self._recordable, max(ROOM, 2 * states)))
+        return states <= self._journal.states
 
     def _into(self, shape: Shape) -> Recordings | None:
         return {"all": self._journal.all, "late": self._journal.late, "none": None}[shape[2]]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 NONE = -1  # no slot
 HALF = FEW  # tokens that a half of a stretch has room for
 STRETCH = 2 * HALF
-EVERY = 5  # forwards: by then what is owed takes longer to add up, time after time, than storing it does
+EVERY = 5  # tokens that may be owed: to add up more of them, time after time, takes longer than to store what they make
 Parts = dict[tuple[int, str], Recording]  # by layer and part
 
 
@@ -68,6 +68,12 @@ class Recordings:
         if tokens <= self.least:
             return []
         return [key for key, recording in self.parts.items() if recording.tokens < tokens]
+
+    def apart(self, start: int, tokens: int) -> "Recordings":
+        """Copies of what was recorded of some tokens."""
+        some = slice(start, start + tokens)
+        parts = {key: Recording(tuple([each[some].clone() for each in r.inputs])) for key, r in self.parts.items()}
+        return Recordings(self.pool, parts)
 
     def owe(self, state: "State", start: int, tokens: int) -> None:
         """The state is to be moved on by these tokens; if it did not owe that, it would be at its length."""
@@ -126,7 +132,6 @@ class Journal:
         self.late = Recordings(pool, {key: each for key, each in parts.items() if each.late})
         self.all.least = self.late.least = most
         self._stretches: dict[State, int] = {}
-        self._forwards = 0
 
     def settle(self) -> None:
         """Move all states on that owe something."""
@@ -145,14 +150,12 @@ class Journal:
     ) -> Place:
         if state.owes not in (None, self.late, into):
             state.settle()
-        number = self._stretches[state]
-        first = number * STRETCH
+        first = self._stretches[state] * STRETCH
         start, owed = (first, 0) if state.owes is None else state.owes.owing[state]
-        # States write their slots at different steps, so that steps take equally long.
-        is_due = into is self.all or owed + count > HALF or (self._forwards + number) % EVERY == 0
+        # When it is stored depends on the state alone: the same text gives the same bits whatever was before.
+        stores = owed and (into is self.all or owed + count > EVERY)
         moves = not recorded and (write != read or not before)
         early = owed if state.owes is self.all else 0
-        stores = owed and is_due
         record = first + (HALF if start == first else 0) if stores else start + owed
         keep = read if early and recorded else NONE
         late_keep = (read if recorded else write) if moves or stores else NONE
@@ -162,7 +165,6 @@ class Journal:
         """A forward did what they say. Rows that are in no transaction owe the late parts of it when it ends."""
         assert step.recordings is not None
         step.recordings.journal = self
-        self._forwards += 1
         for state, count, place in zip(step.states, step.rows.counts, places, strict=True):
             if state.owes is not None:
                 state.owes.forgive(state)
@@ -176,12 +178,22 @@ class Journal:
         if not lacking:
             return
         free = sorted(set(range(self.states)) - set(self._stretches.values()), reverse=True)
-        for other in self._stretches.keys() - set(states) if len(free) < len(lacking) else ():
-            if other.owes in (self.all, self.late):
-                other.settle()
+        others = [other for other in self._stretches if other not in states]
+        others.sort(key=lambda other: other.condition != "released")
+        for other in others[: max(0, len(lacking) - len(free))]:
+            self._clear(other)
             free.append(self._stretches.pop(other))
         for state in lacking:
             self._stretches[state] = free.pop()
+
+    def _clear(self, state: "State") -> None:
+        """What is recorded of a state is settled; or, if its commit is yet to come, kept elsewhere."""
+        if state.owes in (self.all, self.late):
+            state.settle()
+        open_end = state.transaction
+        if open_end is not None and open_end.recordings is not None and open_end.recordings.journal is self:
+            open_end.recordings = self.all.apart(open_end.at, open_end.fed or 0)
+            open_end.at = 0
 
 
 def _is_late(pool: Pool, key: tuple[int, str]) -> bool:

@@ -294,10 +294,24 @@ class Reservation:
         self.pool.unregister(self)
         for append in self._appends:
             append.finish()
+        self._move_on()
+        try:
+            for row, points in self._points.items():
+                if self.states[row].length in points:
+                    self.states[row].settle()  # before its slot is shared
+        finally:
+            for row, state in enumerate(self.states):
+                if state.transaction is None:
+                    self._set_points(state, self._points.get(row, {}))
+                    for unit, run in state.runs.items():
+                        state.runs[unit] = self.pool.trim(unit, run, state.filled(unit))
+
+    def _move_on(self) -> None:
+        """Every state, or its transaction, is told what became of it."""
         recordings = self._recordings
         journal, after = (None, {}) if recordings is None else (recordings.journal, recordings.after)
         short, at = self.rows.are_short, 0  # where the row is among those recorded, or among all where these are short
-        for row, (state, count) in enumerate(zip(self.states, self.rows.counts, strict=True)):
+        for state, count in zip(self.states, self.rows.counts, strict=True):
             slot, start = self._new_slots.get(state), at
             at += count if state.transaction is not None or short else 0
             if state.transaction is not None:
@@ -314,17 +328,13 @@ class Reservation:
             state.condition = "ready"
             if journal is not None and journal.late.parts:
                 journal.late.owe(state, *after[state])
-            if row in self._points:
-                self._set_points(state, self._points[row])
-            for unit, run in state.runs.items():
-                state.runs[unit] = self.pool.trim(unit, run, state.filled(unit))
 
     def _set_points(self, state: State, points: dict[int, int | None]) -> None:
         """Save what it takes to resume at each point, while the windows before it are still there."""
-        if state.length in points:
-            state.settle()  # before the slot is shared
-        windows = [unit for unit in state.runs if self.pool.stores[unit].unit.reach is not None]
+        windows = [unit for unit in state.runs if self.pool.stores[unit].unit.reach is not None] if points else []
         for length, slot in sorted(points.items()):
+            if length == state.length and (state.owes is not None or state.condition != "ready"):
+                continue  # it could not be settled
             runs = dict.fromkeys(state.runs, EMPTY)
             for unit in windows:
                 start = self.pool.stores[unit].unit.earliest(length)

@@ -55,7 +55,8 @@ class Transaction:
     def _close(self, count: int) -> None:
         """The state is at its new length; what is left to do is owed."""
         state, pool = self.state, self.state.pool
-        self.closed, state.transaction, state.condition = True, None, "ready"
+        self.closed, state.transaction = True, None
+        state.condition = "broken" if state.condition == "broken" else "ready"
         state.length = state.known = state.length + count
         for index, run in state.runs.items():
             state.runs[index] = pool.trim(index, run, state.length)

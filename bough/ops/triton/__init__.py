@@ -8,6 +8,7 @@ from bough.ops.triton.activation import ACTIVATIONS, gated
 from bough.ops.triton.attention import attention
 from bough.ops.triton.conv import carry, causal_conv
 from bough.ops.triton.delta import delta_gates, gated_delta, gated_delta_layer
+from bough.ops.triton.embedding import embedding
 from bough.ops.triton.experts import experts
 from bough.ops.triton.heads import place_heads, rotations
 from bough.ops.triton.largest import largest
@@ -22,6 +23,7 @@ __all__ = [
     "carry",
     "causal_conv",
     "delta_gates",
+    "embedding",
     "expanded",
     "experts",
     "few",
