@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 
 import gpu_shape
 import torch
@@ -20,6 +19,7 @@ from bough.engine.load import Loaded
 from bough.engine.request import Handle, Usage
 from bough.ops import largest
 from bough.state.live import State
+from bough.state.recordings import EVERY
 from bough.state.transaction import Transaction
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
@@ -79,11 +79,12 @@ class Bench:
         return torch.randint(vocabulary, (count,)).tolist()
 
     def decode_floor(self, engine: Engine, rows: int, context: int) -> float:
-        """ms to read weights and K and V once, and to read and write slots."""
+        """ms to read weights, K and V and slots once, and to write slots once in so many tokens as may be owed."""
         model, layout = engine.model, engine.layout
         size = model.weight_bytes - (0 if model.head is model.embedding else model.embedding.nbytes)
         for unit in layout.units:
-            size += rows * (unit.nbytes * context // layout.page_tokens if unit.is_page else 2 * unit.nbytes)
+            moved = unit.nbytes * context // layout.page_tokens if unit.is_page else unit.nbytes * (1 + 1 / EVERY)
+            size += rows * int(moved)
         return size / self.run.rate / 1e3
 
     def prefill_floor(self, count: int, before: int = 0) -> float:
@@ -116,7 +117,7 @@ class Watch:
 
 
 def decode_step(bench: Bench, engine: Engine, rows: int, context: int) -> float:
-    """Median ms between the tokens of requests while all of them write."""
+    """Mean ms between the tokens of requests while all of them write: slots are written in some steps, not in all."""
     reading = 2 * -(-rows * context // engine.step_tokens) + 8  # what the first may write while the others read
     params = SamplingParams(max_tokens=reading + bench.sizes.steps, temperature=0, ignore_eos=True)
     watches = [Watch(engine.submit(bench.prompt(context), params)) for _ in range(rows)]
@@ -124,7 +125,7 @@ def decode_step(bench: Bench, engine: Engine, rows: int, context: int) -> float:
     begun, ended = max(each[0] for each in times), min(each[-1] for each in times)
     steady = [at for at in times[-1] if begun <= at <= ended]
     assert len(steady) > bench.sizes.steps // 2, "the rows did not run together"
-    return 1e3 * statistics.median(late - early for early, late in pairwise(steady))
+    return 1e3 * (steady[-1] - steady[0]) / (len(steady) - 1)
 
 
 class Batch:
@@ -169,8 +170,8 @@ def first_token(engine: Engine, prompt: list[int]) -> tuple[float, Usage]:
 
 
 def runner_step(bench: Bench, engine: Engine, rows: int, context: int) -> float:
-    """Median ms of a forward and its argmax, without the engine's loop."""
+    """Mean ms of a forward and its argmax, without the engine's loop."""
     batch = Batch(engine, [bench.prompt(context) for _ in range(rows)])
     took = [seconds(batch.decode) for _ in range(bench.sizes.steps)]
     batch.close()
-    return 1e3 * statistics.median(took[len(took) // 4 :])
+    return 1e3 * statistics.fmean(took[len(took) // 4 :])

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """The gated delta rule: short rows token by token here, long ones in chunks (chunks.py).
 
-A program carries a slice of one v head's columns in the registers of one warp: the state is read once and written once
-however many tokens the row has, and nobody waits for another. Decoding is a matter of that traffic; unit lengths, and
-on demand the gates, are done on the side. The norm after it takes whole heads, which are too large for this: it is a
-launch of its own.
+A program carries a slice of one v head's columns in the registers of one warp: the state is read once and written at
+most once however many tokens the row has, and nobody waits for another. Decoding is a matter of that traffic; unit
+lengths, and on demand the gates, are done on the side. The norm after it takes whole heads, which are too large for
+this: it is a launch of its own.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from bough.ops.triton.plan import plan
 
 GATES = 1024  # that a program makes
 OWED = tl.constexpr(triton.next_power_of_2(FEW))  # tokens, or fewer, that a row owes
-AHEAD = tl.constexpr(5)  # recorded tokens that are on their way, less one
+AHEAD = tl.constexpr(5)  # a recorded token is asked for while four others are added up
 CARRIED = 4096  # numbers of a state that a warp carries
 BUSY = 512  # programs that keep a device busy: as few carry half of that through several tokens, in less time
 
