@@ -115,6 +115,24 @@ def test_pools_share_an_arena(seed):
     assert sum(pool.used_bytes for pool in life.pools) == scratch
 
 
+def test_the_slot_set_aside_for_a_commit_moves_too():
+    (model, _), (pool, _) = two_pools(slabs=20)
+    before, state = State(pool), State(pool)
+    feed(model, before, (1, 2, 3))
+    with state.begin() as transaction:
+        feed(model, state, (4, 5, 6))
+        before.release()
+        store = pool.stores[pool.slot_store]
+        old, new, swapped = transaction.target, int(store.take(1)[0]), np.arange(store.capacity)
+        swapped[[old, new]] = new, old
+        store.release(np.array([old]))
+        for holder in list(pool._holders):
+            holder.moved(pool.slot_store, swapped)
+        pool.check()
+        transaction.commit(2)
+    check(model, state, (4, 5))
+
+
 def came_back(model, snapshot: Snapshot, tokens: tuple[int, ...]) -> None:
     """A snapshot copied elsewhere and into a fresh pool is as good as the state it was taken from."""
     layout = snapshot.pool.layout

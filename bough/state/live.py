@@ -56,6 +56,8 @@ class State:
     def moved(self, unit: int, where: Ids) -> None:
         if unit == self.pool.slot_store:
             self.slot = None if self.slot is None else int(where[self.slot])
+            if self.transaction is not None and self.target is not None:
+                self.transaction.target = int(where[self.target])
         else:
             self.runs[unit] = self.runs[unit].moved(where)
 
