@@ -39,12 +39,13 @@ SHAPE = {
 }
 
 
-def qwen3_5(layers: int = 4):
+def qwen3_5():
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+    types = ["linear_attention", "linear_attention", "full_attention"]
     linear = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 16}
     linear = {f"linear_{name}": value for name, value in linear.items()}
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPE, **linear, num_hidden_layers=layers))
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPE, **linear, num_hidden_layers=3, layer_types=types))
 
 
 def gemma3():

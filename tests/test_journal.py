@@ -16,8 +16,8 @@ pytestmark = kernels
 
 @pytest.fixture
 def pair(pair_of) -> Pair:  # noqa: F811
-    """Three texts over two layers of the delta rule."""
-    made = pair_of(lambda: qwen3_5(layers=2))
+    """Three texts over two layers of the delta rule, and one of attention."""
+    made = pair_of(qwen3_5)
     for tokens in ([1, 2, 3], [4, 5], [6, 7]):
         made.start(tokens)
     return made

@@ -9,20 +9,19 @@ BLOCK = 4096
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens"])
-def _rows(tokens, table, out, stride, width: tl.constexpr, block: tl.constexpr):
+def _rows(tokens, table, out, row_stride, column_stride, width: tl.constexpr, block: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
-    source = tl.load(tokens + row).to(tl.int64) * stride
-    value = tl.load(table + source + column, mask=column < width)
+    source = tl.load(tokens + row).to(tl.int64) * row_stride
+    value = tl.load(table + source + column.to(tl.int64) * column_stride, mask=column < width)
     tl.store(out + row * width + column, value, mask=column < width)
 
 
 def embedding(tokens: Tensor, table: Tensor) -> Tensor:
     """The twin of ops.embedding."""
     width = table.shape[1]
-    assert table.stride(1) == 1 and tokens.dim() == 1
     out, block = table.new_empty(len(tokens), width), min(BLOCK, triton.next_power_of_2(width))
     if len(tokens):
         _rows[len(tokens), triton.cdiv(width, block)](
-            tokens, table, out, table.stride(0), width=width, block=block, num_warps=max(1, min(8, block // 256))
+            tokens, table, out, *table.stride(), width=width, block=block, num_warps=max(1, min(8, block // 256))
         )
     return out
