@@ -266,6 +266,6 @@ def test_largest_of_each_row(width, dtype):
 @pytest.mark.parametrize("tokens", [0, 1, 17])
 def test_embedding(tokens):
     table = torch.randn(50, 5000).to(DEVICE, LOW)[:, 8:-1]
-    which = torch.randint(50, (tokens + 1,), dtype=torch.int32, device=DEVICE)[1:]  # nowhere in particular
+    which = torch.randint(50, (tokens + 1, 2), dtype=torch.int32, device=DEVICE)[1:, 1]  # nowhere in particular
     for each in (table, table.T.contiguous().T):
         assert torch.equal(twin.embedding(which, each), table[which.long()])

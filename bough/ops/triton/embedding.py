@@ -18,7 +18,7 @@ def _rows(tokens, table, out, row_stride, column_stride, width: tl.constexpr, bl
 
 def embedding(tokens: Tensor, table: Tensor) -> Tensor:
     """The twin of ops.embedding."""
-    width = table.shape[1]
+    width, tokens = table.shape[1], tokens.contiguous()
     out, block = table.new_empty(len(tokens), width), min(BLOCK, triton.next_power_of_2(width))
     if len(tokens):
         _rows[len(tokens), triton.cdiv(width, block)](
