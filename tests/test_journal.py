@@ -97,12 +97,11 @@ def test_a_step_that_breaks_off_leaves_no_state_that_goes_on(pair, monkeypatch):
     pair.step([[1]], [0])
     state = pair.states[0][1]
     transaction = state.begin()
-    captured = pair.fast.graphs._journal
 
     def fails(step, places):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(captured, "took", fails)
+    monkeypatch.setattr(pair.fast.graphs._journal, "took", fails)
     with pytest.raises(KeyboardInterrupt):
         pair.fast.forward([(state, [5, 6])], [2])
     transaction.commit(0)
