@@ -117,12 +117,15 @@ class Watch:
 
 
 def decode_step(bench: Bench, engine: Engine, rows: int, context: int) -> float:
-    """Mean ms between the tokens of requests while all of them write: slots are written in some steps, not in all."""
+    """Mean ms between the tokens of requests while all of them write: slots are written in some steps, not in all.
+
+    From the second token of each on: before it the cache is told of the prompt.
+    """
     reading = 2 * -(-rows * context // engine.step_tokens) + 8  # what the first may write while the others read
     params = SamplingParams(max_tokens=reading + bench.sizes.steps, temperature=0, ignore_eos=True)
     watches = [Watch(engine.submit(bench.prompt(context), params)) for _ in range(rows)]
     times = [watch.times for watch in watches]
-    begun, ended = max(each[0] for each in times), min(each[-1] for each in times)
+    begun, ended = max(each[1] for each in times), min(each[-1] for each in times)
     steady = [at for at in times[-1] if begun <= at <= ended]
     assert len(steady) > bench.sizes.steps // 2, "the rows did not run together"
     return 1e3 * (steady[-1] - steady[0]) / (len(steady) - 1)

@@ -5,11 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bough.ops.triton.follow import SHORT, following, lead
+
 BLOCK = 4096
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens"])
-def _rows(tokens, table, out, row_stride, column_stride, width: tl.constexpr, block: tl.constexpr):
+def _rows(tokens, table, out, row_stride, column_stride, width: tl.constexpr, block: tl.constexpr, follows: tl.constexpr):
+    lead(follows)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
     source = tl.load(tokens + row).to(tl.int64) * row_stride
     value = tl.load(table + source + column.to(tl.int64) * column_stride, mask=column < width)
@@ -22,6 +25,7 @@ def embedding(tokens: Tensor, table: Tensor) -> Tensor:
     out, block = table.new_empty(len(tokens), width), min(BLOCK, triton.next_power_of_2(width))
     if len(tokens):
         _rows[len(tokens), triton.cdiv(width, block)](
-            tokens, table, out, *table.stride(), width=width, block=block, num_warps=max(1, min(8, block // 256))
+            tokens, table, out, *table.stride(), width=width, block=block, num_warps=max(1, min(8, block // 256)),
+            follows=len(tokens) <= SHORT and following(table.device)["follows"],
         )
     return out

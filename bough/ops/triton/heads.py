@@ -133,7 +133,8 @@ def place_heads(
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
-def _rotations(positions, frequencies, cos, sin, factor, half: tl.constexpr, block: tl.constexpr):
+def _rotations(positions, frequencies, cos, sin, factor, half: tl.constexpr, block: tl.constexpr, follows: tl.constexpr):
+    pass_on(follows)
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, block)
     inside = column < half
     angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + column, mask=inside, other=0.0)
@@ -151,6 +152,7 @@ def rotations(positions: Tensor, frequencies: Tensor, factor: float, dtype: torc
     cos, sin = (frequencies.new_empty(total, 1, 2 * half, dtype=dtype) for _ in range(2))
     if total:
         _rotations[(total,)](
-            positions, frequencies, cos, sin, factor, half=half, block=triton.next_power_of_2(half), num_warps=1
+            positions, frequencies, cos, sin, factor, half=half, block=triton.next_power_of_2(half), num_warps=1,
+            **passing_on(positions.device, total),
         )
     return cos, sin

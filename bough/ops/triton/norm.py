@@ -53,8 +53,10 @@ def _norm(
 
 @triton.jit
 def _norm_after(
-    x, y, weight, total, out, eps, x_stride, y_stride, width: tl.constexpr, block: tl.constexpr, rounded: tl.constexpr
+    x, y, weight, total, out, eps, x_stride, y_stride, width: tl.constexpr, block: tl.constexpr, rounded: tl.constexpr,
+    follows: tl.constexpr,
 ):  # fmt: skip
+    pass_on(follows)
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, block)[None, :]
     mask = column < width
     dtype: tl.constexpr = x.dtype.element_ty
@@ -89,7 +91,7 @@ def norm_after(x: Tensor, y: Tensor, by: Norm) -> tuple[Tensor, Tensor]:
     (rows, width), block = x.shape, triton.next_power_of_2(x.shape[-1])
     _norm_after[(rows,)](
         x, y, by.weight, total, out, by.eps, x.stride(0), y.stride(0),
-        width=width, block=block, rounded=by.rounded, num_warps=warps(block),
+        width=width, block=block, rounded=by.rounded, num_warps=warps(block), **passing_on(x.device, rows),
     )  # fmt: skip
     return total, out
 
