@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import gpu_shape
@@ -199,21 +200,18 @@ def model_draft(bench: Bench) -> None:
 
 
 def rounds_of(bench: Bench, engine: Engine, rows: int, context: int, kept: int) -> tuple[float, float]:
-    """Median ms of a round, and of the commits in it."""
-    batch = Batch(engine, [bench.prompt(context) for _ in range(rows)])
-    whole, commits = list[float](), list[float]()
-    for _ in range(bench.sizes.steps // 2):
-        draft, began = bench.prompt(DRAFT), time.perf_counter()
+    """Median ms from one round to the next, and of the commits in them."""
+    batch, count = Batch(engine, [bench.prompt(context) for _ in range(rows)]), bench.sizes.steps // 2
+    drafts, begun, commits = [bench.prompt(DRAFT) for _ in range(count)], list[float](), list[float]()
+    for draft in drafts:
+        begun.append(time.perf_counter())
         opened = batch.round(draft)
         fed = time.perf_counter()
         commit([(transaction, kept) for transaction in opened])
-        bench.run.synchronise()
-        ended = time.perf_counter()
-        whole.append(ended - began)
-        commits.append(ended - fed)
+        commits.append(time.perf_counter() - fed)
     batch.close()
-    half = len(whole) // 4
-    return 1e3 * statistics.median(whole[half:]), 1e3 * statistics.median(commits[half:])
+    whole, skipped = [end - begin for begin, end in pairwise(begun)], count // 4
+    return 1e3 * statistics.median(whole[skipped:]), 1e3 * statistics.median(commits[skipped:])
 
 
 def model_start(bench: Bench) -> None:
