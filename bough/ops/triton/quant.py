@@ -352,6 +352,9 @@ def cut(outputs: int, chunks: int, bits: int, rows: int) -> Cut:
     if rows <= 8:
         if bits == 8 and chunks > 256:
             return Cut(16, 8, 3, 3, triton.cdiv(chunks, 192))
+        if rows == 1 and bits == 4 and 128 < chunks <= 288:  # as many programs as there are processors, and more
+            times = triton.cdiv(chunks, 32)
+            return Cut(16, 4, times, min(5, times))
         times = min(5, triton.cdiv(chunks, 64))
         return Cut(16 if times <= 2 or rows > 1 else 32, 8, times, times)
     if bits == 4 and chunks <= 128 and rows <= 16:
