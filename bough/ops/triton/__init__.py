@@ -7,9 +7,10 @@ Without a GPU the kernels run in Triton's interpreter, if TRITON_INTERPRET=1 is 
 from bough.ops.triton.activation import ACTIVATIONS, gated
 from bough.ops.triton.attention import attention
 from bough.ops.triton.conv import carry, causal_conv
-from bough.ops.triton.delta import delta_gates, gated_delta, gated_delta_layer
+from bough.ops.triton.delta import gated_delta, gated_delta_layer
 from bough.ops.triton.embedding import embedding
 from bough.ops.triton.experts import experts
+from bough.ops.triton.gates import delta_gates
 from bough.ops.triton.heads import place_heads, rotations
 from bough.ops.triton.largest import largest
 from bough.ops.triton.linear import few, few_rows, gated_rows, product_normed, projected_rows

@@ -17,49 +17,16 @@ from torch import Tensor
 from bough.ops.delta import DeltaLayer, split_heads
 from bough.ops.ragged import Carried, Owed, Rows, Slots, close_slots, open_slots
 from bough.ops.spans import FEW
-from bough.ops.triton.chunks import EPS, advance_long, chunk_tokens
+from bough.ops.triton.chunks import advance_long, chunk_tokens
 from bough.ops.triton.follow import follow, lead, passing_on
+from bough.ops.triton.gates import delta_gates, gates_of, length_of
 from bough.ops.triton.norm import rms_norm_gated
 from bough.ops.triton.plan import plan
 
-GATES = 1024  # that a program makes
 OWED = tl.constexpr(triton.next_power_of_2(FEW))  # tokens, or fewer, that a row owes
 AHEAD = tl.constexpr(5)  # a recorded token is asked for while four others are added up
 CARRIED = 4096  # numbers of a state that a warp carries
 BUSY = 512  # programs that keep a device busy: as few carry half of that through several tokens, in less time
-
-
-@triton.jit
-def _gates(a, b, rate, dt_bias):
-    """The log decay and the step size of one token and head: as ops.delta_gates rounds them."""
-    x = a.to(tl.float32) + dt_bias
-    grown = tl.exp(x)
-    more = 1 + grown
-    # log(1 + e^x). What e^x lost when 1 was added is made up for: a weak decay counts over thousands of tokens.
-    soft = tl.where(more == 1, grown, tl.log(more) * (grown / (more - 1)))
-    return rate * tl.where(x > 20, x, soft), tl.sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _all_gates(a, b, g, beta, rate, dt_bias, count, a_stride, b_stride, heads: tl.constexpr, block: tl.constexpr):
-    entry = tl.program_id(0) * block + tl.arange(0, block)
-    token, head, inside = (entry // heads).to(tl.int64), entry % heads, entry < count
-    of_a = tl.load(a + token * a_stride + head, mask=inside, other=0.0)
-    of_b = tl.load(b + token * b_stride + head, mask=inside, other=0.0)
-    decay, step = _gates(of_a, of_b, tl.load(rate + head), tl.load(dt_bias + head))
-    tl.store(g + entry, decay, mask=inside)
-    tl.store(beta + entry, step, mask=inside)
-
-
-def delta_gates(a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The twin of ops.delta_gates."""
-    assert a.stride(1) == b.stride(1) == 1
-    g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
-    if a.numel():
-        _all_gates[(triton.cdiv(a.numel(), GATES),)](
-            a, b, g, beta, rate, dt_bias, a.numel(), a.stride(0), b.stride(0), heads=a.shape[1], block=GATES
-        )
-    return g, beta
 
 
 class Kept(NamedTuple):
@@ -75,12 +42,6 @@ class Kept(NamedTuple):
 def _vector(pointer, mask):
     """In float32, and 0 outside."""
     return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _length(x):
-    """What brings a vector to unit length; or to less, if it is near 0."""
-    return tl.rsqrt(tl.sum(x * x, 0) + EPS)
 
 
 @triton.jit
@@ -170,17 +131,17 @@ def _short_rows(
         )
         g, beta = of_a, of_b
         if projected:
-            g, beta = _gates(of_a, of_b, tl.load(rate + head), tl.load(dt_bias + head))
+            g, beta = gates_of(of_a, of_b, tl.load(rate + head), tl.load(dt_bias + head))
             if recorded:
                 tl.store(decays + t * heads, g, mask=part == 0)
         if lags:
             tl.store(keys + t * k_step, key, mask=in_key & (part == 0) & (head % group == 0))
         # What the key and the query see of the state before the token is all that is needed of it.
-        decay, length = tl.exp(g), _length(key)
+        decay, length = tl.exp(g), length_of(key)
         seen = tl.sum(state * key[:, None], 0) * (decay * length)
         heard = tl.sum(state * query[:, None], 0) * decay
         moved = (value - seen) * (beta * length)
-        said = (heard + moved * tl.sum(key * query, 0)) * (_length(query) * scale)
+        said = (heard + moved * tl.sum(key * query, 0)) * (length_of(query) * scale)
         tl.store(out + entry * dv + vs, said, mask=in_value)
         if recorded:
             tl.store(changes + t * (heads * dv), moved, mask=in_value)
