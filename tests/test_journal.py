@@ -14,9 +14,11 @@ from bough.state.recordings import EVERY, Recordings
 pytestmark = kernels
 
 
-@pytest.fixture
-def pair(pair_of) -> Pair:  # noqa: F811
-    """Three texts over two layers of the delta rule, and one of attention."""
+@pytest.fixture(params=["carried", "streamed"])
+def pair(request, pair_of, monkeypatch) -> Pair:  # noqa: F811
+    """Three texts over two layers of the delta rule, and one of attention: states are carried, or stream."""
+    if request.param == "streamed":
+        monkeypatch.setattr("bough.ops.triton.streamed.MANY", 0)
     made = pair_of(qwen3_5)
     for tokens in ([1, 2, 3], [4, 5], [6, 7]):
         made.start(tokens)

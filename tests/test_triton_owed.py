@@ -63,11 +63,15 @@ def expect_recorded(recording: Recording, before: Recording, theirs: Recording, 
 
 
 @kernels
+@pytest.mark.parametrize(("streamed", "dk", "dv"), [(False, 16, 24), (True, 24, 16)])
 @pytest.mark.parametrize(("rate", "dtype"), [(0.5, torch.float32), (30.0, torch.float32), (0.5, LOW)])
-def test_delta(rate, dtype):
-    """With decays of which a few leave next to nothing, too."""
-    k_heads, heads, dk, dv = 2, 4, 16, 24
-    keys, padded = k_heads * dk, EACH * 5
+def test_delta(rate, dtype, streamed, dk, dv, monkeypatch):
+    """With decays of which a few leave next to nothing, too; and with states that stream, though rows are few."""
+    if streamed:
+        monkeypatch.setattr("bough.ops.triton.streamed.MANY", 0)
+    full = Rows((max(COUNTS),) * 5, (1,) * 5) if streamed else FULL
+    k_heads, heads = 2, 4
+    keys, padded = k_heads * dk, full.total
     widths = (2 * keys + heads * dv, heads * dv, heads, heads)
     qkv, z, b, a = (torch.randn(padded, width).to(DEVICE, dtype) for width in widths)
     for each in (qkv, z, b, a):
@@ -87,7 +91,7 @@ def test_delta(rate, dtype):
     moved, stored, theirs = settled(data, ops.replay_delta, (*owed, changes))
     expected = data.cpu().clone()
     expected[2], expected[5] = moved[2], moved[3]  # no other is touched
-    ours = twin.gated_delta_layer(qkv, z, b, a, layer, k_heads, FULL, slots(data, recording))
+    ours = twin.gated_delta_layer(qkv, z, b, a, layer, k_heads, full, slots(data, recording))
     q, k, v, a, b, z = (each[:TOTAL].cpu() for each in (q, k, v, a, b, z))
     rule = ops.delta_gates(a, b, layer.rate.cpu(), layer.dt_bias.cpu())
     out = ops.gated_delta(q, k, v, *rule, ROWS, stored=stored).out

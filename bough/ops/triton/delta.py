@@ -1,6 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """The gated delta rule: short rows token by token here, long ones in chunks (chunks.py).
 
+Where slots lag behind and there are many rows, their states are not carried (streamed.py).
+
 A program carries a slice of one v head's columns in the registers of one warp: the state is read once and written at
 most once however many tokens the row has, and nobody waits for another. Decoding is a matter of that traffic; unit
 lengths, and on demand the gates, are done on the side. The norm after it takes whole heads, which are too large for
@@ -22,6 +24,7 @@ from bough.ops.triton.follow import follow, lead, passing_on
 from bough.ops.triton.gates import delta_gates, gates_of, length_of
 from bough.ops.triton.norm import rms_norm_gated
 from bough.ops.triton.plan import plan
+from bough.ops.triton.streamed import stream, streams
 
 OWED = tl.constexpr(triton.next_power_of_2(FEW))  # tokens, or fewer, that a row owes
 AHEAD = tl.constexpr(5)  # a recorded token is asked for while four others are added up
@@ -200,6 +203,11 @@ def advance_short(
     for each in (q, k, v):
         assert each.stride(2) == 1 and each.stride(1) == each.shape[2]
     assert states.stride()[1:] == (dk * dv, dv, 1) and a.stride(1) == b.stride(1) == 1 and out.is_contiguous()
+    if kept.owed is not None and streams(states, len(start)):
+        assert gates is not None and kept.keys is not None and kept.decays is not None and kept.changes is not None
+        recorded = kept.keys, kept.decays, kept.changes
+        stream(q, k, v, a, b, out, states, start, count, read, gates, recorded, kept.owed)
+        return
     block_k = triton.next_power_of_2(dk)
     fits = CARRIED // block_k
     if total > len(start) and heads * triton.cdiv(dv, fits) * len(start) <= BUSY:
