@@ -82,7 +82,9 @@ def test_attention(monkeypatch, page, window, softcap, group, processors, dtype,
     monkeypatch.setattr("bough.ops.spans.processors", lambda device: processors)
     case = case_of(ROWS, group, k_dim, v_dim, page_tokens=page, window=window, softcap=softcap, dtype=dtype)
     q, pages = stored(case)
-    compare(case, pages, q, None if page == 64 else gates(case))
+    gate = None if page == 64 else gates(case)
+    compare(case, pages, q, gate)
+    compare(case, replace(pages, spans=twin._divided(ROWS, pages.offset, window, 2, q.device)), q, gate)  # as captured
 
 
 @kernels
@@ -107,13 +109,25 @@ def test_spans_are_joined_in_several_rounds(monkeypatch, joined):
 
 
 @kernels
+@pytest.mark.parametrize("rows", [Rows((5,), (700,)), Rows((1,), (639,)), Rows((1, 2), (0, 130))])
+@pytest.mark.parametrize("window", [None, 100])
+def test_keys_asked_for_before_queries_are_there(monkeypatch, rows, window):
+    """Captured steps of few rows: spans of several tiles and of one, the last of which has the new tokens."""
+    monkeypatch.setattr("bough.ops.spans.processors", lambda device: 12)
+    case = case_of(rows, 3, 24, 40, page_tokens=32, window=window, dtype=LOW)
+    q, pages = stored(case)
+    spans = twin._divided(rows, pages.offset, window, 2, q.device)
+    compare(case, replace(pages, spans=spans), q, gates(case))
+
+
+@kernels
 def test_rows_and_spans_that_are_not_there(monkeypatch):
     """As in a captured step: to the host all rows are there and of full length."""
     monkeypatch.setattr("bough.ops.spans.processors", lambda device: 8)
     case = case_of(Rows((2, 1, 5), (200, 0, 90)), 2, 16, 16, page_tokens=32)
     q, pages = stored(case)
     spans = twin._divided(case.rows, pages.offset, None, 2, q.device)
-    room = most_spans(6, programs(q.device, 2))
+    room = most_spans(6, programs(q.device, 2, 6))
     missing = spans.row.new_full((room - len(spans.row),), -1)
     per_row = {name: torch.cat([each, each.new_zeros(3)]) for name, each in spans._asdict().items() if name != "row"}
     pages = replace(pages, offset=(0,) * 6, spans=type(spans)(**per_row, row=torch.cat([spans.row, missing])))

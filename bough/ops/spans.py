@@ -9,7 +9,7 @@ import torch
 
 FEW = 9  # new tokens of a row, up to which its queries are answered together
 SPAN = 64  # keys that are worth a program of their own; spans begin at multiples of it
-ROUNDS = 2  # programs for each processor: as many as run on it at a time
+ROUNDS = 2  # programs for each processor: as many as run on it at a time; of few rows it is one
 JOIN = 2  # keys that a program reads while it joins one more span of a query
 APART = 4  # rows, up to which there are enough spans of each that to join them is work for many programs
 REST = 0.25  # of a span, up to which what is left over makes no span of its own
@@ -27,15 +27,18 @@ def divided(counts: Sequence[int], history: Sequence[int], window: int | None, p
 
     The keys of a row, SPAN by SPAN, are shared out among its spans evenly. Spans are about as long in all rows, since
     it takes until the longest row is done: where to read one of its spans takes as long as to join them, at the least.
+    Of few rows, new tokens weigh as much as SPAN keys more: who has them begins later (ops/triton/attention.py).
     """
     few = [count if count <= FEW else 0 for count in counts]
     keys = [before + count if count else 0 for before, count in zip(history, few, strict=True)]
     if window is not None:
         keys = [n and n - max(0, h - window + 1) // SPAN * SPAN for n, h in zip(keys, history, strict=True)]
-    joins = JOIN * (1 if joined_apart(len(few)) else max(few))
-    least = max(1, sum(keys) / programs, sqrt(joins * max(keys, default=0)))
+    apart = joined_apart(len(few))
+    joins, late = JOIN * (1 if apart else max(few)), SPAN if apart else 0
+    weights = [n and n + late for n in keys]
+    least = max(1, sum(weights) / programs, sqrt(joins * max(weights, default=0)))
     size = ceil(least / SPAN) * SPAN
-    used = [ceil(n / size - REST) or 1 if n else 0 for n in keys]
+    used = [min(ceil(w / size - REST) or 1, ceil(n / SPAN)) if n else 0 for n, w in zip(keys, weights, strict=True)]
     return Division(used, [row for row, spans in enumerate(used) for _ in range(spans)])
 
 
@@ -46,12 +49,12 @@ def joined_apart(rows: int) -> bool:
 
 def most_spans(rows: int, programs: int) -> int:
     """How many spans so many rows have at most."""
-    return programs + rows
+    return programs + rows - 1
 
 
-def programs(device: torch.device, kv_heads: int) -> int:
-    """How many spans shall be worked on at a time, by a program for each key head."""
-    return max(1, processors(device) * ROUNDS // kv_heads)
+def programs(device: torch.device, kv_heads: int, rows: int) -> int:
+    """How many spans of so many rows shall be worked on at a time, by a program for each key head."""
+    return max(1, processors(device) * (1 if joined_apart(rows) else ROUNDS) // kv_heads)
 
 
 @cache

@@ -42,7 +42,7 @@ class Fixed:
     def __init__(self, pool: Pool, rows: int, each: int, context: int) -> None:
         self.pool, self.rows, self.each = pool, rows, each
         self._windows = {unit: _window(pool, unit) for unit in pool.page_stores}
-        self._programs = {unit: programs(pool.device, _kv_heads(pool, unit)) for unit in pool.page_stores}
+        self._programs = {unit: programs(pool.device, _kv_heads(pool, unit), rows) for unit in pool.page_stores}
         self._at: dict[str, slice] = {}
         self._end = 0
         for name, size in self._sizes():

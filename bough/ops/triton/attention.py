@@ -4,6 +4,10 @@
 A program reads one span of one row's keys for one key head, and answers all queries of that head: every key and value
 is read once. Whichever of the spans of a row is done last joins what all of them say. Of few rows there are many spans
 of each: to join them is work for many programs, and a launch of its own.
+
+Steps before have written all keys but those of a step's own tokens. So in captured steps of few rows, programs ask for
+their keys and values before they wait for the queries (follow.py). Only the last span of a row has keys of this step:
+it waits first, and gets fewer. Other forwards may just have written what their rows call history: there all wait.
 """
 
 from functools import lru_cache
@@ -18,11 +22,13 @@ from bough.ops.ragged import Pages, Rows, Spans
 from bough.ops.spans import FEW, SPAN, divided, joined_apart, programs
 from bough.ops.triton.activation import LOG2E, activated, gated
 from bough.ops.triton.arrivals import COUNTED, arrivals, is_last
+from bough.ops.triton.follow import follow, following, lead
 from bough.ops.triton.plan import on_device, shared_bytes
 from bough.ops.triton.prefill import ASIDE, CARRIED, attention_long
 
 READ = 32768
 JOINED = 8192  # numbers of parts that are read at a time
+COLUMNS = 128  # that a program joins, where that is a launch of its own
 
 
 class Cut(NamedTuple):
@@ -39,17 +45,52 @@ def _pages(pages, first, low, end, page_tokens: tl.constexpr, block_n: tl.conste
     if page_tokens % block_n == 0:
         return tl.load(pages + tl.minimum(first, end - 1) // page_tokens).to(tl.int64)
     else:
-        token = tl.minimum(tl.maximum(first + tl.arange(0, block_n), low), end - 1)
-        return tl.load(pages + token // page_tokens).to(tl.int64)
+        return tl.load(pages + _known(first, low, end, block_n) // page_tokens).to(tl.int64)
 
 
 @triton.jit
-def _put(said, out, gate, at, gate_at, mask):
-    """Stores what was seen, rounded as attention and ops.gated are one by one."""
+def _known(first, low, end, block_n: tl.constexpr):
+    """The keys from `first` on; in the place of those outside, others."""
+    return tl.minimum(tl.maximum(first + tl.arange(0, block_n), low), end - 1)
+
+
+@triton.jit
+def _tile(rows, at, columns, inside, width: tl.constexpr, early: tl.constexpr):
+    """Keys or values. Where all are asked for early, those outside are others, so that none need be left out."""
+    place = rows + at[:, None] + columns[None, :]
+    if not early:
+        return tl.load(place, mask=inside[:, None] & (columns < width)[None, :], other=0.0)
+    elif width < columns.shape[0]:
+        return tl.load(place, mask=(columns < width)[None, :], other=0.0)
+    else:
+        return tl.load(place)
+
+
+@triton.jit
+def _asked(q, at, present, ks, dk: tl.constexpr):
+    return tl.load(q + at[:, None] + ks[None, :], mask=present[:, None] & (ks < dk)[None, :], other=0.0)
+
+
+@triton.jit
+def _scores(
+    query, key, key_at, inside, place, scale, softcap, window, windowed: tl.constexpr, capped: tl.constexpr
+):  # fmt: skip
+    """As powers of 2; -inf where a query does not see a key."""
+    score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if capped:
+        score = softcap * (1 - 2 / (1 + tl.exp(2 * score / softcap)))
+    seen = inside[None, :] & (key_at[None, :] <= place[:, None])
+    if windowed:
+        seen &= key_at[None, :] > place[:, None] - window
+    return tl.where(seen, score * LOG2E, -float("inf"))
+
+
+@triton.jit
+def _put(said, out, opened, at, mask):
+    """Stores what was seen, multiplied by a gate's sigmoid if it has one, rounded as ops.gated after attention is."""
     said = said.to(out.dtype.element_ty)
-    if gate is not None:
-        opened = tl.load(gate + gate_at, mask=mask, other=0.0).to(tl.float32)
-        opened = activated(opened, "sigmoid").to(gate.dtype.element_ty)
+    if opened is not None:
+        opened = activated(opened.to(tl.float32), "sigmoid").to(opened.dtype)
         said = (opened.to(tl.float32) * said.to(tl.float32)).to(out.dtype.element_ty)
     tl.store(out + at, said, mask=mask)
 
@@ -81,7 +122,10 @@ def _join(
         entry = (start + token).to(tl.int64)
         out_at, gate_at = (entry * heads + head) * dv, entry * gate_token + head * gate_head
         mask = (asked & (round == rounds - 1))[:, None] & (vs < dv)[None, :]
-        _put(said / total[:, None], out, gate, out_at[:, None] + vs[None, :], gate_at[:, None] + vs[None, :], mask)
+        opened = gate
+        if gate is not None:
+            opened = tl.load(gate + gate_at[:, None] + vs[None, :], mask=mask, other=0.0)
+        _put(said / total[:, None], out, opened, out_at[:, None] + vs[None, :], mask)
 
 
 @triton.jit(do_not_specialize=["window", "most"])
@@ -91,19 +135,26 @@ def _spans(
     scale, softcap, window, most,
     heads: tl.constexpr, group: tl.constexpr, dk: tl.constexpr, dv: tl.constexpr, page_tokens: tl.constexpr,
     span: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, block_v: tl.constexpr,
-    block_s: tl.constexpr, block_g: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr,
+    block_s: tl.constexpr, block_g: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, early: tl.constexpr,
+    follows: tl.constexpr,
 ):  # fmt: skip
+    """If `early`, keys are asked for before queries are waited for, and the programs that join come to wait too."""
+    lead(follows)
     kv_head, here, first_m = tl.program_id(0), tl.program_id(1), tl.program_id(2) * block_m
     row = tl.load(row_of_span + here)
     if row < 0:
+        follow(follows)
         return
     start, count, before = tl.load(starts + row), tl.load(counts + row), tl.load(history + row)
     number, spans = here - tl.load(firsts + row), tl.load(used + row)
     if first_m >= count * group:
+        follow(follows)
         return
     low = tl.maximum(before - window + 1, 0) if windowed else 0
     base = low // span * span
     some = tl.cdiv(before + count - base, span)
+    if early:
+        some += 1  # which is not there: whoever has the last keys waits before it asks for any, and gets fewer
     begin = tl.maximum(base + number * some // spans * span, low // block_n * block_n)
     end = tl.minimum(base + (number + 1) * some // spans * span, before + count)
     pages = table + tl.load(offsets + row)
@@ -112,28 +163,30 @@ def _spans(
     place, present = before + m // group, m // group < count  # of each query
     token, head = (start + m // group).to(tl.int64), kv_head * group + m % group
     at = token * q_token + head * q_head
-    query = tl.load(q + at[:, None] + ks[None, :], mask=present[:, None] & (ks < dk)[None, :], other=0.0)
     k += kv_head * k_head
     v += kv_head * v_head
 
+    if early:
+        query = tl.zeros([block_m, block_k], q.dtype.element_ty)
+        if end > before:
+            follow(follows)
+    else:
+        query = _asked(q, at, present, ks, dk)
     top = tl.full([block_m], -1e30, tl.float32)
     totals = tl.zeros([block_m, block_n], tl.float32)  # summed up once, at the end
     said = tl.zeros([block_m, block_v], tl.float32)
     for first in range(begin, end, block_n):
         key_at = first + tl.arange(0, block_n)
-        inside, in_page = (key_at >= low) & (key_at < end), key_at % page_tokens
+        inside = (key_at >= low) & (key_at < end)
+        in_page = (_known(first, low, end, block_n) if early else key_at) % page_tokens
         of_k, of_v = page * k_page + in_page * k_token, page * v_page + in_page * v_token
         # A round early: while keys wait for their page in the same round, fewer of them are on their way.
         page = _pages(pages, first + block_n, low, end, page_tokens, block_n)
-        key = tl.load(k + of_k[:, None] + ks[None, :], mask=inside[:, None] & (ks < dk)[None, :], other=0.0)
-        value = tl.load(v + of_v[:, None] + vs[None, :], mask=inside[:, None] & (vs < dv)[None, :], other=0.0)
-        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        if capped:
-            score = softcap * (1 - 2 / (1 + tl.exp(2 * score / softcap)))
-        seen = inside[None, :] & (key_at[None, :] <= place[:, None])
-        if windowed:
-            seen &= key_at[None, :] > place[:, None] - window
-        score = tl.where(seen, score * LOG2E, -float("inf"))
+        key, value = _tile(k, of_k, ks, inside, dk, early), _tile(v, of_v, vs, inside, dv, early)
+        if early and first == begin:  # all that can be on its way is
+            follow(follows)
+            query = _asked(q, at, present, ks, dk)
+        score = _scores(query, key, key_at, inside, place, scale, softcap, window, windowed, capped)
         above = tl.maximum(top, tl.max(score, 1))
         weight = tl.exp2(score - above[:, None])
         fade = tl.exp2(top - above)
@@ -145,7 +198,10 @@ def _spans(
     mask = present[:, None] & (vs < dv)[None, :]
     if spans == 1:
         at, gate_at = (token * heads + head) * dv, token * gate_token + head * gate_head
-        _put(said, out, gate, at[:, None] + vs[None, :], gate_at[:, None] + vs[None, :], mask)
+        opened = gate
+        if gate is not None:
+            opened = tl.load(gate + gate_at[:, None] + vs[None, :], mask=mask, other=0.0)
+        _put(said, out, opened, at[:, None] + vs[None, :], mask)
     else:
         slot = ((here * most).to(tl.int64) + m // group) * heads + head
         tl.store(parts + slot[:, None] * dv + vs[None, :], said, mask=mask)
@@ -162,22 +218,36 @@ def _spans(
 @triton.jit(do_not_specialize=["most"])
 def _joins(
     parts, weights, out, gate, starts, counts, firsts, used, gate_token, gate_head, most,
-    heads: tl.constexpr, group: tl.constexpr, dv: tl.constexpr, block_s: tl.constexpr, block_v: tl.constexpr,
+    heads: tl.constexpr, dv: tl.constexpr, block_s: tl.constexpr, block_v: tl.constexpr, follows: tl.constexpr,
 ):  # fmt: skip
-    row, token, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    spans = tl.load(used + row)
-    if (spans > 1) & (token < tl.load(counts + row)):
-        query = token * group + head % group
-        _join(
-            parts, weights, out, gate, (tl.load(firsts + row) * most).to(tl.int64) * heads, spans, most * heads,
-            query, query + 1, tl.load(starts + row), head // group * group, gate_token, gate_head,
-            heads, group, dv, block_s, 1, block_v,
-        )  # fmt: skip
+    """Some columns of one query. Little code: a launch's instructions come from memory as its data does."""
+    row, token, head = tl.program_id(0), tl.program_id(1), tl.program_id(2) // tl.cdiv(dv, block_v)
+    vs = tl.program_id(2) % tl.cdiv(dv, block_v) * block_v + tl.arange(0, block_v)
+    spans, count, inside = tl.load(used + row), tl.load(counts + row), vs < dv
+    entry = (tl.load(starts + row) + token).to(tl.int64)
+    slot = (tl.load(firsts + row) * most + token).to(tl.int64) * heads + head
+    follow(follows)
+    if (spans > 1) & (token < count):
+        opened = gate
+        if gate is not None:
+            opened = tl.load(gate + entry * gate_token + head * gate_head + vs, mask=inside, other=0.0)
+        top, total, said = -1e30, 0.0, tl.zeros([block_v], tl.float32)
+        for some in tl.range(0, spans, block_s, num_stages=1):
+            s = some + tl.arange(0, block_s)
+            at = slot + s.to(tl.int64) * (most * heads)
+            log = tl.load(weights + at, mask=s < spans, other=-float("inf"))
+            mask = (s < spans)[:, None] & inside[None, :]
+            part = tl.load(parts + at[:, None] * dv + vs[None, :], mask=mask, other=0.0)
+            above = tl.maximum(top, tl.max(log, 0))
+            weight, fade = tl.exp2(log - above), tl.exp2(top - above)
+            total, said = total * fade + tl.sum(weight, 0), said * fade + tl.sum(part * weight[:, None], 0)
+            top = above
+        _put(said / total, out, opened, (entry * heads + head) * dv + vs, inside)
 
 
 @lru_cache(8)
 def _divided(rows: Rows, offset: tuple[int, ...], window: int | None, kv_heads: int, device: torch.device) -> Spans:
-    parts = divided(rows.counts, rows.history, window, programs(device, kv_heads))
+    parts = divided(rows.counts, rows.history, window, programs(device, kv_heads, len(rows.counts)))
     starts = [sum(rows.counts[:row]) for row in range(len(rows.counts))]
     firsts = [sum(parts.used[:row]) for row in range(len(parts.used))]
     lists = [starts, rows.counts, rows.history, offset, firsts, parts.used, parts.row]
@@ -228,8 +298,12 @@ def attention_short(
     weights = torch.empty(len(spans.row), most, heads, device=q.device)
     queries, block_k, block_v = (max(16, triton.next_power_of_2(width)) for width in (group * most, dk, dv))
     block_m = _queries(queries, block_k, block_v, q.dtype, q.device)
-    cut, blocks = _cut(block_m, block_k, block_v, q.dtype, q.device), triton.cdiv(group * most, block_m)
-    block_g, apart = min(triton.next_power_of_2(group), JOINED // block_v), joined_apart(len(rows.counts))
+    apart, blocks = joined_apart(len(rows.counts)), triton.cdiv(group * most, block_m)
+    ahead = _ahead(block_m, block_k, block_v, q.dtype, q.device) if apart else None
+    cut = ahead or _cut(block_m, block_k, block_v, q.dtype, q.device)
+    early = ahead is not None and stored.spans is not None
+    follows = following(q.device) if early else {"follows": False}
+    block_g, join_v = min(triton.next_power_of_2(group), JOINED // block_v), min(block_v, COLUMNS)
     gate_strides = (0, 0) if gate is None else gate.stride()[:2]
     assert len(rows.counts) * kv_heads * blocks <= COUNTED
     _spans[kv_heads, len(spans.row), blocks](
@@ -239,12 +313,13 @@ def attention_short(
         heads=heads, group=group, dk=dk, dv=dv, page_tokens=page_tokens, span=SPAN,
         block_m=block_m, block_n=cut.keys, block_k=block_k, block_v=block_v,
         block_s=JOINED // (block_g * block_v), block_g=block_g,
-        windowed=window is not None, capped=softcap is not None, num_stages=cut.stages, num_warps=cut.warps,
+        windowed=window is not None, capped=softcap is not None, early=early, num_stages=cut.stages,
+        num_warps=cut.warps, **follows,
     )  # fmt: skip
     if apart:
-        _joins[len(rows.counts), most, heads](
+        _joins[len(rows.counts), most, heads * triton.cdiv(dv, join_v)](
             parts, weights, out, gate, spans.start, spans.tokens, spans.first, spans.used, *gate_strides, most,
-            heads=heads, group=group, dv=dv, block_s=JOINED // block_v, block_v=block_v,
+            heads=heads, dv=dv, block_s=JOINED // join_v, block_v=join_v, **follows,
         )  # fmt: skip
 
 
@@ -266,6 +341,13 @@ def _cut(block_m: int, block_k: int, block_v: int, dtype: torch.dtype, device: t
         for shared in (shared_bytes(device) // 2, shared_bytes(device))
     )
     return Cut(keys, max(2, min(4, half if half > 2 else whole)), _warps(block_m * block_v, dtype))
+
+
+def _ahead(block_m: int, block_k: int, block_v: int, dtype: torch.dtype, device: torch.device) -> Cut | None:
+    """Of few rows: SPAN keys at a time, with all that a span of twice as many has on their way, where that fits."""
+    each, queries = (block_k + block_v) * dtype.itemsize, block_m * block_k * dtype.itemsize
+    fits = block_m < 64 and 2 * SPAN * each + queries + ASIDE <= shared_bytes(device)
+    return Cut(SPAN, 3, max(8, _warps(block_m * block_v, dtype))) if fits else None
 
 
 def power_below(number: int) -> int:
