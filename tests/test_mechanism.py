@@ -531,11 +531,10 @@ def test_what_broke_in_a_step_stays_broken():
     model, tokens = toy(5), text(12)
     pool = pool_of(model, 4)
     state = grown(model, pool, tokens)
-    journal = Journal(pool, 1)
-    lasting = journal.all
+    lasting = Journal(pool, 1).all
     with state.begin() as transaction:
         feed(model, (state, (1, 2)))
-        lasting.parts, transaction.recordings.journal = transaction.recordings.parts, journal
+        lasting.parts, transaction.recordings = transaction.recordings.parts, lasting
         transaction.commit(2)
     assert state.owes is lasting and state.condition == "ready"
     state.check()
@@ -556,7 +555,7 @@ def test_what_is_owed_is_done_for_whoever_looks():
         state, journal = grown(model, pool, tokens), Journal(pool, 1)
         with state.begin() as transaction:
             feed(model, (state, (1, 2, 3)))
-            journal.all.parts, transaction.recordings.journal = transaction.recordings.parts, journal
+            journal.all.parts, transaction.recordings = transaction.recordings.parts, journal.all
             transaction.commit(2)
         assert state.owes is journal.all
         return state

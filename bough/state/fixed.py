@@ -18,12 +18,12 @@ from bough.ops.ragged import Owed, Rows, ShortRows, Spans
 from bough.ops.spans import FEW, divided, most_spans, programs
 from bough.state.kinds import PageKind
 from bough.state.pool import Pool
-from bough.state.recordings import NONE, Place, Recordings
+from bough.state.recordings import NONE, PLACE, Place, Recordings
 from bough.state.step import HostNumbers, PageTable, Step
 
 Values = Sequence[int] | NDArray[np.int64]
 
-PER_ROW = ("start", "tokens", "history", "read", "write", *Place._fields)
+PER_ROW = ("start", "tokens", "history", "read", "write", *PLACE)
 PER_TOKEN = ("token", "position", "place")
 
 
@@ -153,7 +153,7 @@ class Fixed:
             read = tuple([slot if before else NONE for slot, before in zip(read, history, strict=True)])
         if any(step.recorded):
             write = tuple([NONE if kept else slot for slot, kept in zip(write, step.recorded, strict=True)])
-        by_place = zip(*places or [Place()] * len(counts), strict=True)
+        by_place = zip(*places, strict=True) if places else ([blank] * len(counts) for blank in PLACE.values())
         return [[0, *accumulate(counts[:-1])], counts, history, read, write, *by_place]
 
 

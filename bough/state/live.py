@@ -43,6 +43,7 @@ class State:
         self.points: dict[int, Snapshot] = {}  # of empty edges, by length
         self.transaction: Transaction | None = None
         self.owes: Recordings | None = None  # inputs that its slot has yet to be moved on by
+        self.owed = (0, 0)  # from which token in there on, and how many
         self.condition = "ready"  # or: in a step, in a transaction, broken, released
         pool.register(self)
         pool.states.add(self)
@@ -83,6 +84,22 @@ class State:
     def filled(self, unit: int) -> int:
         """How many tokens have their entries in a page group."""
         return self.known if self.pool.stores[unit].unit.reach is None else self.length
+
+    def trim(self) -> None:
+        """Give back the pages that it does not need to go on from its length."""
+        size = self.pool.layout.page_tokens
+        for index, run in self.runs.items():
+            store, first, filled = self.pool.stores[index], 0, self.known
+            if store.unit.reach is not None:
+                first, filled = store.unit.earliest(self.length) // size, self.length
+            end = -(-filled // size)
+            if first > run.first or end < run.end:
+                self.runs[index] = kept = run.part(first, end)
+                store.release(run.ids[: kept.first - run.first])
+                store.release(run.ids[kept.end - run.first :])
+                run = kept
+            if filled % size and store.refs.item(run.last) == 1:
+                store.fill[run.last] = filled % size  # nobody else knows what came after
 
     def expect_ready(self) -> None:
         if self.condition != "ready":
@@ -203,7 +220,7 @@ class State:
             raise StateError("the state is in a step; finish or abort the step first")
         if self.transaction is not None:
             self.transaction.commit(0)
-        self._owe_nothing()
+        self.owes = None
         for point in self.points.values():
             point.close()
         self.pool.release(self.references())
@@ -218,12 +235,8 @@ class State:
         if slot is not None:
             self.pool.share_slot(slot)
         self.pool.release(self.references())
-        self._owe_nothing()
+        self.owes = None
         self.length, self.known, self.runs, self.slot = length, length if known is None else known, runs, slot
-
-    def _owe_nothing(self) -> None:
-        if self.owes is not None:
-            self.owes.forgive(self)
 
     def _expect_resolved(
         self, path: Sequence[Snapshot], length: int, known: int | None = None
@@ -295,7 +308,7 @@ class State:
             inside = filled - (run.end - 1) * page_tokens
             assert (store.fill[run.ids[-1:]] >= inside).all(), "a token is past the fill mark"
         assert self.known >= self.length and (self.transaction is None or self.known == self.length)
-        assert self.owes is None or (self in self.owes.owing and self.slot is not None), "it owes what nobody knows of"
+        assert self.owes is None or (self.slot is not None and self.owed[1] > 0), "it owes what moves nothing on"
         assert (self.slot is not None) == (self.pool.slot_store is not None and self.length > 0)
         for at, point in self.points.items():
             assert 0 < at <= self.length and (point.start, point.end) == (at, at)

@@ -226,20 +226,6 @@ class Pool:
             ids[part.first - first : part.end - first] = part.ids
         return None if (ids < 0).any() else Run(first, ids)
 
-    def trim(self, index: int, run: Run, length: int) -> Run:
-        """The pages of a run that a state of this length needs; the others are given back."""
-        store, size = self.stores[index], self.layout.page_tokens
-        first, end = store.unit.earliest(length) // size, -(-length // size)
-        if first > run.first or end - run.first < len(run.ids):
-            kept = run.part(first, end)
-            store.release(run.ids[: kept.first - run.first])
-            store.release(run.ids[kept.end - run.first :])
-            run = kept
-        inside = length % size
-        if inside and store.refs.item(tail := run.ids.item(-1)) == 1:
-            store.fill[tail] = inside  # nobody else knows what came after
-        return run
-
     @property
     def free_slabs(self) -> int:
         return len(self._free_slabs)

@@ -14,7 +14,7 @@ Invariants:
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from bough.ops.ragged import Recording, Replayed, ReplayedRow
 from bough.ops.spans import FEW
@@ -39,20 +39,14 @@ class Recordings:
         self.pool = pool
         if parts is not None:
             self.parts = parts
+        self.lasts = False  # whether it is there until the next forward does what is owed
         self.journal: Journal | None = None  # where a captured forward has recorded them instead
-        self.after: dict[State, tuple[int, int]] = {}  # and what each state owes to it, if all that it was fed is kept
-        self.owing: dict[State, tuple[int, int]] = {}  # from which token on, and how many
-        self.least = 0  # tokens that are known to be recorded of all parts
+        self.after: list[tuple[int, int]] = []  # and what each row's state owes to it, if all that it was fed is kept
 
     @cached_property
     def parts(self) -> Parts:
         """Empty ones are made when they are asked for: a captured forward has its own."""
         return {key: Recording() for key in _fields(self.pool)}
-
-    @property
-    def kept(self) -> "Recordings":
-        """Where the inputs are kept."""
-        return self if self.journal is None else self.journal.all
 
     @property
     def is_made(self) -> bool:
@@ -65,8 +59,6 @@ class Recordings:
 
     def lacking(self, tokens: int) -> list[tuple[int, str]]:
         """The parts of which fewer tokens were recorded."""
-        if tokens <= self.least:
-            return []
         return [key for key, recording in self.parts.items() if recording.tokens < tokens]
 
     def apart(self, start: int, tokens: int) -> "Recordings":
@@ -75,24 +67,14 @@ class Recordings:
         parts = {key: Recording(tuple([each[some].clone() for each in r.inputs])) for key, r in self.parts.items()}
         return Recordings(self.pool, parts)
 
-    def owe(self, state: "State", start: int, tokens: int) -> None:
-        """The state is to be moved on by these tokens; if it did not owe that, it would be at its length."""
-        self.owing[state], state.owes = (start, tokens), self
-
-    def forgive(self, state: "State") -> None:
-        """The state was moved on, or will never be."""
-        self.owing.pop(state, None)
-        state.owes = None
-
-    def settle(self, states: Iterable["State"] | None = None) -> None:
-        """Move states on by what they owe: these, or all. One whose slot is left half-way is broken."""
-        states = list(self.owing if states is None else states)
+    def settle(self, states: Iterable["State"]) -> None:
+        """Move those of them on that owe something of it. One whose slot is left half-way is broken."""
+        states = [state for state in states if state.owes is self]
         rows, conditions = [], [state.condition for state in states]
         for state in states:
             assert state.slot is not None
-            rows.append(ReplayedRow(state.slot, *self.owing[state]))
-            self.forgive(state)
-            state.condition = "broken"
+            rows.append(ReplayedRow(state.slot, *state.owed))
+            state.owes, state.condition = None, "broken"
         if rows:
             self._replay(rows)
         for state, condition in zip(states, conditions, strict=True):
@@ -111,15 +93,16 @@ class Recordings:
             replay(layers, rows)
 
 
-class Place(NamedTuple):
-    """What a captured forward does with the slot of one row: with the parts that are late, and with the others."""
-
-    owed_start: int = 0  # where what the row owes begins in the journal
-    record: int = 0  # and where its own tokens are recorded
-    owed: int = 0  # tokens that the slot is first moved on by
-    keep: int = NONE  # the slot that this is stored to
-    late_owed: int = 0
-    late_keep: int = NONE
+# What a captured forward does with the slot of one row: with the parts that are late, and with the others.
+Place = tuple[int, int, int, int, int, int]
+PLACE = {  # its names, and what stands there for a row that records nothing
+    "owed_start": 0,  # where what the row owes begins in the journal
+    "record": 0,  # and where its own tokens are recorded
+    "owed": 0,  # tokens that the slot is first moved on by
+    "keep": NONE,  # the slot that this is stored to
+    "late_owed": 0,
+    "late_keep": NONE,
+}
 
 
 class Journal:
@@ -130,54 +113,56 @@ class Journal:
         parts = {key: Recording(most=most, late=_is_late(pool, key)) for key in _fields(pool)}
         self.all = Recordings(pool, parts)
         self.late = Recordings(pool, {key: each for key, each in parts.items() if each.late})
-        self.all.least = self.late.least = most
+        self.all.lasts = self.late.lasts = True
         self._stretches: dict[State, int] = {}
 
     def settle(self) -> None:
         """Move all states on that owe something."""
-        self.all.settle()
-        self.late.settle()
+        self.all.settle(self._stretches)
+        self.late.settle(self._stretches)
 
     def places(self, step: "Step", into: Recordings) -> list[Place]:
         """What a forward that records `into` all parts, or the late ones, does with its slots. All else is settled."""
-        self._give_stretches(step.states)
-        counts, history = step.rows.counts, step.rows.history
-        by_row = zip(step.states, counts, history, step.read, step.write, step.recorded, strict=True)
-        return [self._place(into, *row) for row in by_row]
-
-    def _place(
-        self, into: Recordings, state: "State", count: int, before: int, read: int, write: int, recorded: bool
-    ) -> Place:
-        if state.owes not in (None, self.late, into):
-            state.settle()
-        first = self._stretches[state] * STRETCH
-        start, owed = (first, 0) if state.owes is None else state.owes.owing[state]
-        # When it is stored depends on the state alone: the same text gives the same bits whatever was before.
-        stores = owed and (into is self.all or owed + count > EVERY)
-        moves = not recorded and (write != read or not before)
-        early = owed if state.owes is self.all else 0
-        record = first + (HALF if start == first else 0) if stores else start + owed
-        keep = read if early and recorded else NONE
-        late_keep = (read if recorded else write) if moves or stores else NONE
-        return Place(start, record, early, keep, owed, late_keep)  # by name it would take twice as long
+        stretches, whole, late, places = self._stretches_of(step.states), self.all, self.late, []
+        by_row = zip(step.states, stretches, step.rows.counts, step.read, step.write, step.recorded, strict=True)
+        for state, first, count, read, write, recorded in by_row:
+            owes = state.owes
+            if owes is not late and owes is not into and owes is not None:
+                state.settle()
+                owes = None
+            start, owed = (first, 0) if owes is None else state.owed
+            # When it is stored depends on the state alone: the same text gives the same bits whatever was before.
+            stores = owed and (into is whole or owed + count > EVERY)
+            record = first + (HALF if start == first else 0) if stores else start + owed
+            early = owed if owes is whole else 0
+            keep = read if early and recorded else NONE
+            if recorded:
+                late_keep = read if stores else NONE
+            else:
+                late_keep = write if stores or write != read or not state.length else NONE
+            places.append((start, record, early, keep, owed, late_keep))
+        return places
 
     def took(self, step: "Step", places: Sequence[Place]) -> None:
         """A forward did what they say. Rows that are in no transaction owe the late parts of it when it ends."""
         assert step.recordings is not None
         step.recordings.journal = self
         for state, count, place in zip(step.states, step.rows.counts, places, strict=True):
-            if state.owes is not None:
-                state.owes.forgive(state)
-            stays = place.late_owed > 0 and place.late_keep == NONE
-            start, owed = (place.owed_start, place.late_owed) if stays else (place.record, 0)
-            step.recordings.after[state] = start, owed + count
+            state.owes = None
+            start, record, _, _, owed, late_keep = place
+            stays = owed > 0 and late_keep == NONE
+            step.recordings.after.append((start, owed + count) if stays else (record, count))
 
-    def _give_stretches(self, states: Sequence["State"]) -> None:
-        """See to it that each has one: of those that nobody has, or that others do not need now."""
-        lacking = [state for state in states if state not in self._stretches]
-        if not lacking:
-            return
-        free = sorted(set(range(self.states)) - set(self._stretches.values()), reverse=True)
+    def _stretches_of(self, states: Sequence["State"]) -> list[int]:
+        """Where that of each begins."""
+        if lacking := [state for state in states if state not in self._stretches]:
+            self._give_stretches(lacking, states)
+        return [self._stretches[state] for state in states]
+
+    def _give_stretches(self, lacking: Sequence["State"], states: Sequence["State"]) -> None:
+        """Give some of the states theirs: of those that nobody has, or that others do not need now."""
+        all_of_them = range(0, self.states * STRETCH, STRETCH)
+        free = sorted(set(all_of_them) - set(self._stretches.values()), reverse=True)
         others = [other for other in self._stretches if other not in states]
         others.sort(key=lambda other: other.condition != "released")
         for other in others[: max(0, len(lacking) - len(free))]:
@@ -191,7 +176,7 @@ class Journal:
         if state.owes in (self.all, self.late):
             state.settle()
         open_end = state.transaction
-        if open_end is not None and open_end.recordings is not None and open_end.recordings.journal is self:
+        if open_end is not None and open_end.recordings is self.all:
             open_end.recordings = self.all.apart(open_end.at, open_end.fed or 0)
             open_end.at = 0
 

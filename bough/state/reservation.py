@@ -105,13 +105,15 @@ class _Appends:
             written = inside + added  # tokens, from the start of the first page that is written
             pages, copies = -(-written // size), False
             if inside:
-                tail = run.ids.item(-1)
-                is_shared = refs.item(tail) > 1
-                copies = is_shared and left.get(tail, fill.item(tail)) != inside
-                if not copies:
-                    pages -= 1
-                    left[tail] = min(written, size)
-                    (self._marks if is_shared else self._own_marks).append((tail, left[tail]))
+                tail, mark = run.last, written if written < size else size
+                if refs.item(tail) == 1:
+                    self._own_marks.append((tail, mark))
+                elif left.get(tail, fill.item(tail)) == inside:
+                    self._marks.append((tail, mark))
+                    left[tail] = mark
+                else:
+                    copies = True
+                pages -= 0 if copies else 1
             if pages:
                 self._growing.append(_Growth(row, pages, copies, (written - 1) % size + 1))
 
@@ -303,21 +305,18 @@ class Reservation:
             for row, state in enumerate(self.states):
                 if state.transaction is None:
                     self._set_points(state, self._points.get(row, {}))
-                    for unit, run in state.runs.items():
-                        state.runs[unit] = self.pool.trim(unit, run, state.filled(unit))
+                    state.trim()
 
     def _move_on(self) -> None:
         """Every state, or its transaction, is told what became of it."""
         recordings = self._recordings
-        journal, after = (None, {}) if recordings is None else (recordings.journal, recordings.after)
-        short, at = self.rows.are_short, 0  # where the row is among those recorded, or among all where these are short
-        for state, count in zip(self.states, self.rows.counts, strict=True):
-            slot, start = self._new_slots.get(state), at
-            at += count if state.transaction is not None or short else 0
-            if state.transaction is not None:
-                state.transaction.fed, state.transaction.target = count, slot
-                state.transaction.recordings = recordings
-                state.transaction.at = start if journal is None else after[state][0]
+        journal = None if recordings is None else recordings.journal
+        after = self._recorded_at() if recordings is None or journal is None else recordings.after
+        for state, count, owed in zip(self.states, self.rows.counts, after, strict=True):
+            slot, transaction = self._new_slots.get(state), state.transaction
+            if transaction is not None:
+                transaction.fed, transaction.target, transaction.at = count, slot, owed[0]
+                transaction.recordings = recordings if journal is None else journal.all
                 state.condition = "in a transaction"
                 continue
             if slot is not None:
@@ -327,7 +326,14 @@ class Reservation:
             state.known = max(state.known, state.length)
             state.condition = "ready"
             if journal is not None and journal.late.parts:
-                journal.late.owe(state, *after[state])
+                state.owes, state.owed = journal.late, owed
+
+    def _recorded_at(self) -> Iterator[tuple[int, int]]:
+        """Where each row's tokens are among those recorded, or among all where these are short, and how many."""
+        short, at = self.rows.are_short, 0
+        for state, count in zip(self.states, self.rows.counts, strict=True):
+            yield at, count
+            at += count if state.transaction is not None or short else 0
 
     def _set_points(self, state: State, points: dict[int, int | None]) -> None:
         """Save what it takes to resume at each point, while the windows before it are still there."""

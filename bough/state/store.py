@@ -4,7 +4,6 @@ A store knows nothing of who refers to its entries; the pool (pool.py) does.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,16 +14,14 @@ from bough.state.layout import Field, Unit
 Ids = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Consecutive pages of a sequence: `ids[j]` is its page number `first + j`."""
+    """Consecutive pages of a sequence: `ids[j]` is its page number `first + j`. None of it is changed."""
 
-    first: int
-    ids: Ids
+    __slots__ = ("end", "first", "ids", "last")
 
-    @property
-    def end(self) -> int:
-        return self.first + len(self.ids)
+    def __init__(self, first: int, ids: Ids) -> None:
+        self.first, self.ids, self.end = first, ids, first + len(ids)
+        self.last: int = ids.item(-1) if len(ids) else -1  # which every step asks for
 
     def part(self, first: int, end: int) -> "Run":
         """Those of its pages that are numbered [first, end)."""

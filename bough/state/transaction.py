@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 class Transaction:
     """The open end of a state. As a context manager it commits 0 unless something else was committed."""
 
+    fed: int | None = None  # tokens of its forward; None before it
+    recordings: Recordings | None = None  # of its forward
+    at = 0  # where its own tokens begin in there
+    target: int | None = None  # the slot that commit writes, where the state has none yet
+    closed = False
+
     def __init__(self, state: "State") -> None:
         self.state = state
-        self.fed: int | None = None  # tokens of its forward; None before it
-        self.recordings: Recordings | None = None  # of its forward
-        self.at = 0  # where its own tokens begin in there
-        self.target: int | None = None  # the slot that commit writes, where the state has none yet
-        self.closed = False
 
     @property
     def nbytes(self) -> int:
@@ -56,10 +57,10 @@ class Transaction:
         """The state is at its new length; what is left to do is owed."""
         state, pool = self.state, self.state.pool
         self.closed, state.transaction = True, None
-        state.condition = "broken" if state.condition == "broken" else "ready"
+        if state.condition != "broken":
+            state.condition = "ready"
         state.length = state.known = state.length + count
-        for index, run in state.runs.items():
-            state.runs[index] = pool.trim(index, run, state.length)
+        state.trim()
         if not count or pool.slot_store is None:
             pool.release(pool.slot_reference(self.target))
             return
@@ -69,7 +70,7 @@ class Transaction:
             for part in pool.stores[pool.slot_store].parts.values():
                 part[state.slot] = 0
         assert self.recordings is not None
-        self.recordings.kept.owe(state, self.at, count)
+        state.owes, state.owed = self.recordings, (self.at, count)
 
     def __enter__(self) -> "Transaction":
         return self
@@ -84,16 +85,16 @@ def commit(kept: Sequence[tuple[Transaction, int]]) -> None:
 
     Raises StateError, and changes nothing, if one cannot be.
     """
-    needed: dict[Recordings, int] = {}  # up to which token
+    needed: dict[Recordings, int] = {}  # those that do not last, up to which token
     for transaction, count in kept:
         transaction._expect_committable(count)
-        recordings, most = transaction.recordings, transaction.at + count
-        if count and recordings is not None and most > needed.get(recordings, 0):
-            needed[recordings] = most
+        recordings = transaction.recordings
+        if count and recordings is not None and not recordings.lasts:
+            needed[recordings] = max(needed.get(recordings, 0), transaction.at + count)
     for recordings, most in needed.items():
-        if lacking := recordings.kept.lacking(most):
+        if lacking := recordings.lacking(most):
             raise StateError(f"the inputs of {len(lacking)} parts were not recorded, of layer {lacking[0][0]} first")
     for transaction, count in kept:
         transaction._close(count)
     for recordings in needed:
-        recordings.settle()  # what those that last are owed waits
+        recordings.settle([transaction.state for transaction, _ in kept])  # what those that last are owed waits
