@@ -136,6 +136,7 @@ class Batch:
 
     def __init__(self, engine: Engine, prompts: Sequence[list[int]]) -> None:
         self.runner, self.states, self.tokens = engine._runner, list[State](), list[int]()
+        self.launched = 0.0  # when the host had launched the last round, by the clock for intervals
         for prompt in prompts:
             state = State(self.runner.pool)
             self.states.append(state)
@@ -155,6 +156,7 @@ class Batch:
         _, logits = self.runner.forward(
             batch, [1 + len(draft)] * len(batch), drafts=dict.fromkeys(range(len(batch)), draft)
         )
+        self.launched = time.perf_counter()
         largest(logits)[1].tolist()
         return opened
 

@@ -191,27 +191,31 @@ def model_draft(bench: Bench) -> None:
             floor = bench.decode_floor(engine, rows, context)
             for kept in (1 + DRAFT, 1):
                 engine.call(lambda: rounds_of(bench, engine, rows, context, kept))  # noqa: B023 (compiles)
-                whole, committing = engine.call(lambda: rounds_of(bench, engine, rows, context, kept))  # noqa: B023
+                found = engine.call(lambda: rounds_of(bench, engine, rows, context, kept))  # noqa: B023
+                whole, launching, committing = found
                 bench.figure(
                     f"round of 1 + {DRAFT}, {rows} rows over {context}, {'all' if kept > 1 else 'nothing'} stands",
-                    round_ms=whole, commit_ms=committing, plain_step_ms=plain, of_plain_step=whole / plain,
-                    floor_ms=floor, tokens_s=1e3 * rows * kept / whole,
+                    round_ms=whole, launch_ms=launching, commit_ms=committing, plain_step_ms=plain,
+                    of_plain_step=whole / plain, floor_ms=floor, tokens_s=1e3 * rows * kept / whole,
                 )  # fmt: skip
 
 
-def rounds_of(bench: Bench, engine: Engine, rows: int, context: int, kept: int) -> tuple[float, float]:
-    """Median ms from one round to the next, and of the commits in them."""
+def rounds_of(bench: Bench, engine: Engine, rows: int, context: int, kept: int) -> tuple[float, float, float]:
+    """Median ms from one round to the next, of the host until it is launched, and of the commits."""
     batch, count = Batch(engine, [bench.prompt(context) for _ in range(rows)]), bench.sizes.steps // 2
-    drafts, begun, commits = [bench.prompt(DRAFT) for _ in range(count)], list[float](), list[float]()
+    drafts, begun = [bench.prompt(DRAFT) for _ in range(count)], list[float]()
+    launches, commits = list[float](), list[float]()
     for draft in drafts:
         begun.append(time.perf_counter())
         opened = batch.round(draft)
         fed = time.perf_counter()
         commit([(transaction, kept) for transaction in opened])
+        launches.append(batch.launched - begun[-1])
         commits.append(time.perf_counter() - fed)
     batch.close()
-    whole, skipped = [end - begin for begin, end in pairwise(begun)], count // 4
-    return 1e3 * statistics.median(whole[skipped:]), 1e3 * statistics.median(commits[skipped:])
+    taken = [end - begin for begin, end in pairwise(begun)], launches, commits
+    whole, launching, committing = (1e3 * statistics.median(each[count // 4 :]) for each in taken)
+    return whole, launching, committing
 
 
 def model_start(bench: Bench) -> None:
@@ -248,7 +252,7 @@ def model_start(bench: Bench) -> None:
 def model_quant(bench: Bench) -> None:
     """Weights of 8 and 4 bits beside bfloat16."""
     drawn, plain = bench.tensors(), dict[tuple[int, int], float]()
-    for scheme in ("bfloat16", "int8", "int4"):
+    for scheme in ("bfloat16", "int4", "int8"):
         made = drawn if scheme == "bfloat16" else gpu_shape.quantised(drawn, scheme, tiny=bench.tiny)
         with bench.engine(gpu_shape.loaded(made, bench.run.device, tiny=bench.tiny), running=16) as engine:
             for rows, context in bench.sizes.quant:

@@ -11,7 +11,9 @@ BLOCK = 4096
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens"])
-def _rows(tokens, table, out, row_stride, column_stride, width: tl.constexpr, block: tl.constexpr, follows: tl.constexpr):
+def _rows(
+    tokens, table, out, row_stride, column_stride, width: tl.constexpr, block: tl.constexpr, follows: tl.constexpr
+):  # fmt: skip
     lead(follows)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
     source = tl.load(tokens + row).to(tl.int64) * row_stride
@@ -26,6 +28,6 @@ def embedding(tokens: Tensor, table: Tensor) -> Tensor:
     if len(tokens):
         _rows[len(tokens), triton.cdiv(width, block)](
             tokens, table, out, *table.stride(), width=width, block=block, num_warps=max(1, min(8, block // 256)),
-            follows=len(tokens) <= SHORT and following(table.device)["follows"],
+            follows=len(tokens) <= SHORT and following(table.device)["follows"],  # others come early, it waits for all
         )
     return out

@@ -133,7 +133,9 @@ def place_heads(
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
-def _rotations(positions, frequencies, cos, sin, factor, half: tl.constexpr, block: tl.constexpr, follows: tl.constexpr):
+def _rotations(
+    positions, frequencies, cos, sin, factor, half: tl.constexpr, block: tl.constexpr, follows: tl.constexpr
+):  # fmt: skip
     pass_on(follows)
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, block)
     inside = column < half
