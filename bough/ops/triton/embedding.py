@@ -28,6 +28,6 @@ def embedding(tokens: Tensor, table: Tensor) -> Tensor:
     if len(tokens):
         _rows[len(tokens), triton.cdiv(width, block)](
             tokens, table, out, *table.stride(), width=width, block=block, num_warps=max(1, min(8, block // 256)),
-            follows=len(tokens) <= SHORT and following(table.device)["follows"],  # others come early, it waits for all
-        )
+            follows=len(tokens) <= SHORT and following(table.device)["follows"],  # it waits for all before
+        )  # fmt: skip
     return out

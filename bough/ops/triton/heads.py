@@ -156,5 +156,5 @@ def rotations(positions: Tensor, frequencies: Tensor, factor: float, dtype: torc
         _rotations[(total,)](
             positions, frequencies, cos, sin, factor, half=half, block=triton.next_power_of_2(half), num_warps=1,
             **passing_on(positions.device, total),
-        )
+        )  # fmt: skip
     return cos, sin
