@@ -100,7 +100,7 @@ def test_a_step_that_breaks_off_leaves_no_state_that_goes_on(pair, monkeypatch):
     state = pair.states[0][1]
     transaction = state.begin()
 
-    def fails(step, places):
+    def fails(*given):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pair.fast.graphs._journal, "took", fails)

@@ -17,7 +17,8 @@ from bough.ops.sent import sent
 from bough.state.graphs import Graphs, settle
 from bough.state.live import State
 from bough.state.pool import Pool
-from bough.state.reservation import Batch, Cuts, forward
+from bough.state.reservation import Cuts, forward
+from bough.state.steady import Batch
 from bough.state.step import Ends, Step
 
 SCORE_ROWS = 256  # logits of so many rows at a time when a whole prompt is scored
@@ -49,10 +50,13 @@ class Runner:
         """
         made = {row: draft for row, draft in drafts.items() if isinstance(draft, Tensor)} if drafts else {}
         fed = _with_drafts(batch, drafts, made) if drafts else batch
+        if made and given is None:
+            given = _with_made([tokens for _, tokens in fed], made, self.pool.device)
+        every = list(wanted) == [len(tokens) for _, tokens in fed]
+        if every and not any(cuts or ()) and (done := self.graphs.steady(fed, given)) is not None:
+            return done[0].clone() if hidden else None, done[1]
         with forward(self.pool, fed, cuts=cuts, given=given, settled=False) as step:
-            if made and given is None:
-                step = replace(step, given=_with_made(step.tokens, list(accumulate(step.rows.counts)), made))
-            if tuple(wanted) == step.rows.counts and step.rows.are_short:
+            if every and step.rows.are_short:
                 all_rows, logits = self.graphs(step)
                 return all_rows.clone() if hidden else None, logits
             settle(step)
@@ -112,8 +116,10 @@ def _with_drafts(batch: Batch, drafts: Mapping[int, Draft], made: Mapping[int, T
     return [(state, [*tokens, *drafts.get(row, ())]) for row, (state, tokens) in enumerate(batch)]
 
 
-def _with_made(tokens: Tensor, ends: Sequence[int], made: Mapping[int, Tensor]) -> Tensor:
-    """The tokens of a step with the drafts on its device in their places: nobody waits for it."""
+def _with_made(fed: Sequence[Sequence[int]], made: Mapping[int, Tensor], device: torch.device) -> Tensor:
+    """The tokens of all rows on a device with the drafts that are there in their places: nobody waits for it."""
+    ends = list(accumulate(map(len, fed)))
     places = [at for row, draft in made.items() for at in range(ends[row] - len(draft), ends[row])]
-    where = sent(torch.tensor(places, dtype=torch.int64), tokens.device)
+    lists = [token for tokens in fed for token in tokens], places
+    tokens, where = (sent(torch.tensor(each, dtype=torch.int64), device) for each in lists)
     return tokens.index_copy(0, where, torch.cat(list(made.values())).to(tokens))

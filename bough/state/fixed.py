@@ -19,11 +19,14 @@ from bough.ops.spans import FEW, divided, most_spans, programs
 from bough.state.kinds import PageKind
 from bough.state.pool import Pool
 from bough.state.recordings import NONE, PLACE, Place, Recordings
-from bough.state.step import HostNumbers, PageTable, Step
+from bough.state.steady import Steady
+from bough.state.step import HostNumbers, PageTable, Step, tokens_of
+from bough.state.store import Ids
 
-Values = Sequence[int] | NDArray[np.int64]
+Values = Sequence[int] | Ids
 
 PER_ROW = ("start", "tokens", "history", "read", "write", *PLACE)
+OF_PAGES = ("offset", "first", "used")  # of each row too, for each page group
 PER_TOKEN = ("token", "position", "place")
 
 
@@ -49,6 +52,7 @@ class Fixed:
             self._at[name] = slice(self._end, self._end + size)
             self._end += -(-size // 4) * 4  # 16 bytes
         pages = len(pool.page_stores) * rows * (-(-(context + FEW) // pool.layout.page_tokens) + 1)  # drafts go past it
+        self._starts = [at.start for at in self._at.values() if at.start >= self._at["token"].start]
         self._blank = self._without_rows()
         with torch.inference_mode(mode=False):  # or they could be written in that mode alone
             self._numbers = torch.zeros(self._end + pages, dtype=torch.int32, device=pool.device)
@@ -59,13 +63,12 @@ class Fixed:
         self.short = ShortRows(*(self._view(name) for name in ("start", "tokens", "read", "write")))
 
     def _sizes(self) -> Iterable[tuple[str, int]]:
+        units = self.pool.page_stores
         yield from ((name, self.rows) for name in PER_ROW)
-        for unit in self.pool.page_stores:
-            yield from ((f"{name} {unit}", self.rows) for name in ("offset", "first", "used"))
+        yield from ((f"{name} {unit}", self.rows) for unit in units for name in OF_PAGES)
         yield from ((name, self.rows * self.each) for name in PER_TOKEN)
-        for unit in self.pool.page_stores:
-            yield f"page {unit}", self.rows * self.each
-            yield f"row {unit}", most_spans(self.rows, self._programs[unit])
+        yield from ((f"page {unit}", self.rows * self.each) for unit in units)
+        yield from ((f"row {unit}", most_spans(self.rows, self._programs[unit])) for unit in units)
 
     def _without_rows(self) -> NDArray[np.int32]:
         blank = np.zeros(self._end, np.int32)
@@ -103,33 +106,66 @@ class Fixed:
         Nobody waits for them to be sent.
         """
         assert isinstance(step.numbers, HostNumbers)
-        numbers, rows = step.numbers, step.rows
-        tables = [(unit, *numbers.pages(unit)) for unit in self.pool.page_stores]
-        self._used = self._end + sum([len(pages) for _, pages, _ in tables])
+        numbers, counts, history, end = step.numbers, step.rows.counts, step.rows.history, 0
+        none = (NONE,) * len(counts)
+        read, write = step.read or none, step.write or none
+        if 0 in history:
+            read = tuple([slot if before else NONE for slot, before in zip(read, history, strict=True)])
+        if any(step.recorded):
+            write = tuple([NONE if kept else slot for slot, kept in zip(write, step.recorded, strict=True)])
+        by_row: list[Sequence[int]] = [[0, *accumulate(counts[:-1])], counts, history, read, write]
+        by_row += zip(*places, strict=True) if places else [[blank] * len(counts) for blank in PLACE.values()]
+        written, spans, tables = list[Values](), list[Values](), list[Ids]()
+        for unit in self.pool.page_stores:
+            pages, offset = numbers.pages(unit)
+            parts = divided(counts, history, self._windows[unit], self._programs[unit])
+            by_row += [[at + end for at in offset], [0, *accumulate(parts.used[:-1])], parts.used]
+            written.append(numbers.written(unit))
+            spans.append(parts.row)
+            tables.append(pages)
+            end += len(pages)
+        self._send(by_row, [numbers.fed, numbers.places, numbers.in_page, *written, *spans], tables)
+        if step.given is not None:
+            self.tokens[: step.rows.total].copy_(step.given)
+
+    def fill_steady(self, rows: Steady, places: Sequence[Place], given: Tensor | None) -> None:
+        """The same for a steady step."""
+        counts, ids = rows.counts, [run.ids for run in rows.runs]
+        parts = divided(counts, rows.history, None, self._programs[rows.unit])
+        by_row: list[Sequence[int]] = [[0, *accumulate(counts[:-1])], counts, rows.history, rows.slots]
+        by_row += [[NONE] * len(counts) if rows.drafted else rows.slots, *zip(*places, strict=True)]
+        by_row += [[0, *accumulate(map(len, ids[:-1]))], [0, *accumulate(parts.used[:-1])], parts.used]
+        self._send(by_row, [rows.tokens, *self._where(rows), parts.row], ids)
+        if given is not None:
+            self.tokens[: len(rows.tokens)].copy_(given)
+
+    def _where(self, rows: Steady) -> tuple[Values, Values, Values]:
+        """The position of each token, its place in its page, and that page. One row takes longer with arrays."""
+        size = self.pool.layout.page_tokens
+        if len(rows.counts) == 1 and not rows.across:
+            (before,), (count,) = rows.history, rows.counts
+            inside = before % size
+            return [*range(before, before + count)], [*range(inside, inside + count)], rows.lasts * count
+        row, from_first = tokens_of(tuple(rows.counts))
+        position, page = np.array((rows.history, rows.lasts))[:, row]
+        position += from_first
+        for start, pages in rows.across:
+            page[start : start + len(pages)] = pages
+        return position, position % size, page
+
+    def _send(self, by_row: Sequence[Sequence[int]], others: Sequence[Values], ids: Sequence[Ids]) -> None:
+        """Send numbers of rows, then those of tokens and spans, then pages."""
+        self._used = self._end + sum(map(len, ids))
         unsent, self._unsent = self._unsent, None  # whatever becomes of it
         if unsent is None or len(unsent.packed) < self._used:
             unsent = self._buffer()
-        packed, by_row, end = unsent.packed, self._by_row(step, places), self._end
-
-        def put(name: str, values: Values) -> None:
-            start = self._at[name].start
+        packed = unsent.packed
+        unsent.by_row[:, : len(by_row[0])] = by_row
+        for start, values in zip(self._starts, others, strict=True):
             packed[start : start + len(values)] = values
-
-        put("token", numbers.fed)
-        put("position", numbers.places)
-        put("place", numbers.in_page)
-        for unit, pages, offset in tables:
-            parts = divided(rows.counts, rows.history, self._windows[unit], self._programs[unit])
-            shift = end - self._end
-            by_row += [[at + shift for at in offset], [0, *accumulate(parts.used[:-1])], parts.used]
-            put(f"page {unit}", numbers.written(unit))
-            put(f"row {unit}", parts.row)
-            packed[end : end + len(pages)] = pages
-            end += len(pages)
-        unsent.by_row[:, : len(rows.counts)] = by_row
+        if ids:
+            np.concatenate(ids, out=packed[self._end : self._used], casting="unsafe")
         unsent.target.copy_(unsent.buffer, non_blocking=True)
-        if step.given is not None:
-            self.tokens[: rows.total].copy_(step.given)
 
     def make_ready(self) -> None:
         """Have a buffer for the next numbers, while the device is at work on those that were sent."""
@@ -143,18 +179,6 @@ class Fixed:
         packed[: self._end] = self._blank
         by_row = packed[: self._at["token"].start].reshape(-1, self._at[PER_ROW[1]].start)
         return _Unsent(buffer, self._numbers[:size], packed, by_row)
-
-    def _by_row(self, step: Step, places: Sequence[Place]) -> list[Sequence[int]]:
-        """What there is of PER_ROW, in that order."""
-        counts, history = step.rows.counts, step.rows.history
-        none = (NONE,) * len(counts)
-        read, write = step.read or none, step.write or none
-        if 0 in history:
-            read = tuple([slot if before else NONE for slot, before in zip(read, history, strict=True)])
-        if any(step.recorded):
-            write = tuple([NONE if kept else slot for slot, kept in zip(write, step.recorded, strict=True)])
-        by_place = zip(*places, strict=True) if places else ([blank] * len(counts) for blank in PLACE.values())
-        return [[0, *accumulate(counts[:-1])], counts, history, read, write, *by_place]
 
 
 def _window(pool: Pool, unit: int) -> int | None:

@@ -5,7 +5,7 @@ to run them. Rows are padded to a bucket, tokens to what the longest row has; wh
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,6 +17,7 @@ from bough.ops.spans import FEW
 from bough.state.fixed import Fixed
 from bough.state.pool import Pool
 from bough.state.recordings import Journal, Recordings
+from bough.state.steady import Batch, Steady, steady
 from bough.state.step import Step
 
 MOST = 256  # rows
@@ -52,15 +53,34 @@ class Captured:
             self.fixed.fill(step)
             self.graph.replay()
         else:
-            places = self.journal.places(step, self.into)
+            assert step.recordings is not None
+            places = self.journal.places(self.into, step.states, step.rows.counts, step.read, step.write)
             self.fixed.fill(step, places)
             try:
                 self.graph.replay()
-                self.journal.took(step, places)
+                step.recordings.after = self.journal.took(step.states, step.rows.counts, places)
+                step.recordings.journal = self.journal
             except BaseException:  # nobody knows whether slots were stored
                 for state in step.states:
                     state.condition = "broken"
                 raise
+        self.fixed.make_ready()
+
+    def replay_steady(self, rows: Steady, given: Tensor | None) -> None:
+        """Do a steady step, of which all is recorded or what is late."""
+        assert self.journal is not None and self.into is not None
+        places = self.journal.places(self.into, rows.states, rows.counts, rows.slots, rows.slots)
+        rows.take()
+        try:
+            self.fixed.fill_steady(rows, places, given)
+            for state in rows.states:  # if it breaks off from here on, nobody knows whether slots were stored
+                state.condition = "broken"
+            self.graph.replay()
+            after = self.journal.took(rows.states, rows.counts, places)
+        except BaseException:
+            rows.abort()
+            raise
+        rows.finish(self.journal, after)
         self.fixed.make_ready()
 
 
@@ -84,7 +104,8 @@ class Graphs:
 
     def __call__(self, step: Step, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The hidden rows and the logits of all its tokens."""
-        captured = self._captured_for(step, rows) if self._takes(step) else None
+        shape = self._shape(step.rows.counts, recorded=any(step.recorded)) if self._takes(step) else None
+        captured = None if shape is None else self._captured_for(shape, rows)
         if captured is None:
             settle(step)
             return self.compute(step, rows)
@@ -92,6 +113,19 @@ class Graphs:
         if captured.rows is not None and rows is not None:
             captured.rows[:total].copy_(rows)
         captured.replay(step)
+        return captured.hidden[:total], captured.logits[:total]
+
+    def steady(self, batch: Batch, given: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+        """Feed states their tokens, if the step is steady and a graph records it: hidden rows and logits, or None."""
+        rows = None if self._memory is None or len(batch) > MOST else steady(self.pool, batch)
+        shape = None if rows is None else self._shape(rows.counts, recorded=rows.drafted)
+        if rows is None or shape is None or shape[2] == "none":
+            return None
+        captured = self._captured_for(shape, None)
+        if captured is None:
+            return None
+        captured.replay_steady(rows, given)
+        total = len(rows.tokens)
         return captured.hidden[:total], captured.logits[:total]
 
     def _takes(self, step: Step) -> bool:
@@ -105,11 +139,8 @@ class Graphs:
             and step.masks is None
         )
 
-    def _captured_for(self, step: Step, rows: Tensor | None) -> Captured | None:
-        """The graph for a step's shape; None where there is no memory for it, or a model waits for the device."""
-        shape = self._shape(step)
-        if shape is None:
-            return None
+    def _captured_for(self, shape: Shape, rows: Tensor | None) -> Captured | None:
+        """The graph of a shape; None where there is no memory for it, or a model waits for the device."""
         if shape not in self._captured:
             self._captured[shape] = None
             if torch.cuda.mem_get_info(self.pool.device)[0] < LEFT:
@@ -125,15 +156,15 @@ class Graphs:
                     self._begin_journal(0)
         return self._captured.get(shape)
 
-    def _shape(self, step: Step) -> Shape | None:
+    def _shape(self, counts: Sequence[int], *, recorded: bool) -> Shape | None:
         """That of the graph for a step; None where there is no room to record what it must."""
-        each = CAPTURED[max(step.rows.counts)]
-        rows = bucket(len(step.rows.counts), each)
-        recorded = "all" if any(step.recorded) else "late" if self._journal.late.parts else "none"
+        each = CAPTURED[max(counts)]
+        rows = bucket(len(counts), each)
+        which = "all" if recorded else "late" if self._journal.late.parts else "none"
         needed = min(rows, self.pool.max_running)
-        if recorded != "none" and not self._has_room(needed):
-            return None if recorded == "all" else (rows, each, "none")
-        return rows, each, recorded
+        if which != "none" and not self._has_room(needed):
+            return None if recorded else (rows, each, "none")
+        return rows, each, which
 
     def _has_room(self, states: int) -> bool:
         """Whether so many can be recorded. Before others are dropped for more room, there must be some to be had."""

@@ -23,7 +23,6 @@ from bough.state.pool import Pool
 
 if TYPE_CHECKING:
     from bough.state.live import State
-    from bough.state.step import Step
 
 NONE = -1  # no slot
 HALF = FEW  # tokens that a half of a stretch has room for
@@ -121,11 +120,20 @@ class Journal:
         self.all.settle(self._stretches)
         self.late.settle(self._stretches)
 
-    def places(self, step: "Step", into: Recordings) -> list[Place]:
-        """What a forward that records `into` all parts, or the late ones, does with its slots. All else is settled."""
-        stretches, whole, late, places = self._stretches_of(step.states), self.all, self.late, []
-        by_row = zip(step.states, stretches, step.rows.counts, step.read, step.write, step.recorded, strict=True)
-        for state, first, count, read, write, recorded in by_row:
+    def places(
+        self,
+        into: Recordings,
+        states: Sequence["State"],
+        counts: Sequence[int],
+        read: Sequence[int],
+        write: Sequence[int],
+    ) -> list[Place]:
+        """What a forward that records `into` all parts, or the late ones, does with the slots of these states.
+
+        All else that they owe is settled.
+        """
+        stretches, whole, late, places = self._stretches_of(states), self.all, self.late, []
+        for state, first, count, slot, to in zip(states, stretches, counts, read, write, strict=True):
             owes = state.owes
             if owes is not late and owes is not into and owes is not None:
                 state.settle()
@@ -135,23 +143,21 @@ class Journal:
             stores = owed and (into is whole or owed + count > EVERY)
             record = first + (HALF if start == first else 0) if stores else start + owed
             early = owed if owes is whole else 0
-            keep = read if early and recorded else NONE
-            if recorded:
-                late_keep = read if stores else NONE
+            if state.transaction is not None:  # the slot stays where it is
+                keep, late_keep = slot if early else NONE, slot if stores else NONE
             else:
-                late_keep = write if stores or write != read or not state.length else NONE
+                keep, late_keep = NONE, to if stores or to != slot or not state.length else NONE
             places.append((start, record, early, keep, owed, late_keep))
         return places
 
-    def took(self, step: "Step", places: Sequence[Place]) -> None:
-        """A forward did what they say. Rows that are in no transaction owe the late parts of it when it ends."""
-        assert step.recordings is not None
-        step.recordings.journal = self
-        for state, count, place in zip(step.states, step.rows.counts, places, strict=True):
+    def took(self, states: Sequence["State"], counts: Sequence[int], places: Sequence[Place]) -> list[tuple[int, int]]:
+        """A forward did what they say. Returns what each state will owe if all that it was fed is kept."""
+        after = []
+        for state, count, (start, record, _, _, owed, late_keep) in zip(states, counts, places, strict=True):
             state.owes = None
-            start, record, _, _, owed, late_keep = place
             stays = owed > 0 and late_keep == NONE
-            step.recordings.after.append((start, owed + count) if stays else (record, count))
+            after.append((start, owed + count) if stays else (record, count))
+        return after
 
     def _stretches_of(self, states: Sequence["State"]) -> list[int]:
         """Where that of each begins."""

@@ -26,10 +26,10 @@ from bough.state.live import State
 from bough.state.pool import Pool
 from bough.state.recordings import Recordings
 from bough.state.snapshot import Snapshot
+from bough.state.steady import Batch
 from bough.state.step import HostNumbers, Step
 from bough.state.store import EMPTY, Ids, Run
 
-Batch = Sequence[tuple[State, Sequence[int]]]
 Cuts = Sequence[Sequence[int]]  # for each row, the lengths at which it shall be resumable
 
 

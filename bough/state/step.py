@@ -84,7 +84,7 @@ class HostNumbers:
         """Entries of tokens before `known`, a length a row, are there already: what is computed goes to scratch."""
         self.pool, self.rows, self.fed, self.runs, self.known = pool, rows, tokens, runs, known
         self.short: ShortRows | None = None
-        row, inside = _tokens(rows.counts)
+        row, inside = tokens_of(rows.counts)
         self.places: Ints = np.array(rows.history, np.int64)[row] + inside  # the position of each token
         self.page, self.in_page = np.divmod(self.places, pool.layout.page_tokens)  # its page's number, its place there
         self._tables: dict[int, PageTable] = {}
@@ -123,7 +123,7 @@ class HostNumbers:
     def written(self, unit: int) -> Ints:
         """The page that each token's entry goes to."""
         pages, offset = self.pages(unit)
-        row, _ = _tokens(self.rows.counts)
+        row, _ = tokens_of(self.rows.counts)
         written: Ints = pages[np.array(offset, np.int64)[row] + self.page]
         if self.known is not None and self.known[unit] != self.rows.history:
             written[self.places < np.array(self.known[unit], np.int64)[row]] = self.pool.stores[unit].scratch
@@ -131,7 +131,7 @@ class HostNumbers:
 
 
 @lru_cache(64)
-def _tokens(counts: tuple[int, ...]) -> tuple[Ints, Ints]:
+def tokens_of(counts: tuple[int, ...]) -> tuple[Ints, Ints]:
     """The row of each token, and how many of the row's come before it. Steps of the same shape follow one another."""
     each = np.array(counts, np.int64)
     row = np.arange(len(each)).repeat(each)
