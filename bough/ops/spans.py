@@ -12,7 +12,7 @@ SPAN = 64  # keys that are worth a program of their own; spans begin at multiple
 ROUNDS = 2  # programs for each processor: as many as run on it at a time; of few rows it is one
 JOIN = 2  # keys that a program reads while it joins one more span of a query
 APART = 4  # rows, up to which there are enough spans of each that to join them is work for many programs
-REST = 0.25  # of a span, up to which what is left over makes no span of its own
+REST = 4  # parts of a span, of which one is too little for a span of its own where it is left over
 
 
 class Division(NamedTuple):
@@ -29,16 +29,19 @@ def divided(counts: Sequence[int], history: Sequence[int], window: int | None, p
     it takes until the longest row is done: where to read one of its spans takes as long as to join them, at the least.
     Of few rows, new tokens weigh as much as SPAN keys more: who has them begins later (ops/triton/attention.py).
     """
-    few = [count if count <= FEW else 0 for count in counts]
-    keys = [before + count if count else 0 for before, count in zip(history, few, strict=True)]
+    keys = [before + count if 0 < count <= FEW else 0 for before, count in zip(history, counts, strict=True)]
     if window is not None:
         keys = [n and n - max(0, h - window + 1) // SPAN * SPAN for n, h in zip(keys, history, strict=True)]
-    apart = joined_apart(len(few))
-    joins, late = JOIN * (1 if apart else max(few)), SPAN if apart else 0
-    weights = [n and n + late for n in keys]
+    joins, late = (
+        (JOIN, SPAN) if joined_apart(len(keys)) else (JOIN * max([n for n in counts if n <= FEW], default=0), 0)
+    )
+    weights = [n and n + late for n in keys] if late else keys
     least = max(1, sum(weights) / programs, sqrt(joins * max(weights, default=0)))
     size = ceil(least / SPAN) * SPAN
-    used = [min(ceil(w / size - REST) or 1, ceil(n / SPAN)) if n else 0 for n, w in zip(keys, weights, strict=True)]
+    rest = size // REST  # in whole numbers, which every step counts with for each row
+    used = [-((rest - n) // size) or 1 if n else 0 for n in weights]
+    if late:
+        used = [min(spans, -(-n // SPAN)) for spans, n in zip(used, keys, strict=True)]
     return Division(used, [row for row, spans in enumerate(used) for _ in range(spans)])
 
 
