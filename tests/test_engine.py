@@ -231,6 +231,13 @@ def test_threads(engine):
     assert found == [True] * 9
 
 
+def test_what_libraries_made_is_not_looked_through_for_garbage(llama_folder):
+    with Engine.load(llama_folder, dtype="float32") as engine:
+        assert gc.get_freeze_count() > 1000, "all who write would wait for that"
+        assert engine.generate("a", GREEDY).tokens
+    assert gc.get_freeze_count() == 0, "what is garbage by now would stay"
+
+
 def test_chat_keeps_its_tokens(engine):
     chat = engine.chat(system="be brief")
     params = SamplingParams(max_tokens=12, temperature=0)
