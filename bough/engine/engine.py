@@ -84,7 +84,8 @@ class Engine:
         self.cache = Cache(self, prefixes)
         self._grammars = Grammars(self.tokenizer, self.model.vocab_size, self.end_tokens)
         # What libraries have made by now would be looked through for garbage again and again, which holds up all who
-        # write for 0.15 s and more. It is left out until the engine is closed.
+        # write for 0.15 s and more. It is left out until the engine is closed; but what is garbage already would stay.
+        gc.collect()
         gc.freeze()
 
     @classmethod

@@ -234,8 +234,10 @@ class Loop:
                     self._take(sequence, row, sampled)
                 except Exception as error:  # noqa: BLE001 (the others go on)
                     self._fail([sequence], error)
-            if failure is not None and not sequence.handle.done and _state(sequence).condition != "ready":
-                self._fail([sequence], failure)
+            if failure is not None and not sequence.handle.done:
+                state = _state(sequence)
+                if state.condition != "ready" or not sequence.pending:  # the token that it has taken was lost
+                    self._fail([sequence], failure)
 
     def _take(self, sequence: Sequence, row: int, sampled: Sampled) -> None:
         """Let a sequence take what was drawn for it."""

@@ -77,11 +77,11 @@ class Captured:
                 state.condition = "broken"
             self.graph.replay()
             after = self.journal.took(rows.states, rows.counts, places)
+            self.fixed.make_ready()
         except BaseException:
             rows.abort()
             raise
         rows.finish(self.journal, after)
-        self.fixed.make_ready()
 
 
 def settle(step: Step) -> None:
