@@ -18,8 +18,8 @@ from bough import CacheConfig, Engine, SamplingParams
 from bough.engine.load import Loaded
 from bough.engine.request import Handle, Usage
 from bough.ops import largest
+from bough.ops.ragged import OWED
 from bough.state.live import State
-from bough.state.recordings import EVERY
 from bough.state.transaction import Transaction
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
@@ -83,7 +83,7 @@ class Bench:
         model, layout = engine.model, engine.layout
         size = model.weight_bytes - (0 if model.head is model.embedding else model.embedding.nbytes)
         for unit in layout.units:
-            moved = unit.nbytes * context // layout.page_tokens if unit.is_page else unit.nbytes * (1 + 1 / EVERY)
+            moved = unit.nbytes * context // layout.page_tokens if unit.is_page else unit.nbytes * (1 + 1 / OWED)
             size += rows * int(moved)
         return size / self.run.rate / 1e3
 

@@ -201,7 +201,8 @@ def model_draft(bench: Bench) -> None:
 
 
 def rounds_of(bench: Bench, engine: Engine, rows: int, context: int, kept: int) -> tuple[float, float, float]:
-    """Median ms from one round to the next, of the host until it is launched, and of the commits."""
+    """Mean ms from one round to the next, since slots are written in some; median ms of the host until it is launched,
+    and of the commits."""
     batch, count = Batch(engine, [bench.prompt(context) for _ in range(rows)]), bench.sizes.steps // 2
     drafts, begun = [bench.prompt(DRAFT) for _ in range(count)], list[float]()
     launches, commits = list[float](), list[float]()
@@ -213,9 +214,9 @@ def rounds_of(bench: Bench, engine: Engine, rows: int, context: int, kept: int) 
         launches.append(batch.launched - begun[-1])
         commits.append(time.perf_counter() - fed)
     batch.close()
-    taken = [end - begin for begin, end in pairwise(begun)], launches, commits
-    whole, launching, committing = (1e3 * statistics.median(each[count // 4 :]) for each in taken)
-    return whole, launching, committing
+    launching, committing = (1e3 * statistics.median(each[count // 4 :]) for each in (launches, commits))
+    whole = statistics.fmean(end - begin for begin, end in pairwise(begun[count // 4 :]))
+    return 1e3 * whole, launching, committing
 
 
 def model_start(bench: Bench) -> None:

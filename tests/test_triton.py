@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import warp
 from test_delta import Case, close, slow
 from torch import Tensor
 
@@ -32,7 +33,7 @@ if HERE:
 
 kernels = pytest.mark.skipif(not HERE, reason="triton needs CUDA, or a process of its own for its interpreter")
 SHORT = Rows((1, 3, 0, 8), (1, 0, 2, 5))
-PARTS = ("attention", "chunks", "experts", "heads", "linear", "norm", "owed", "prefill")
+PARTS = ("attention", "chunks", "experts", "heads", "linear", "norm", "owed", "prefill", "units")
 LONG = Rows((70, 9, 2, 0, 40), (3, 0, 1, 1, 1), ((5, 6, 70), (), (1,), (), (32,)))
 
 
@@ -66,7 +67,10 @@ def test_what_kernels_are_held_against_is_not_computed_by_them():
 
 @pytest.fixture(autouse=True, scope="module")
 def plain_numbers():
-    """Triton 3.6's interpreter turns arrays of one number into indices in a way that numpy has given up."""
+    """Triton 3.6's interpreter turns arrays of one number into indices in a way that numpy has given up.
+
+    And small products of a warp take it a long time.
+    """
     if not INTERPRETED:
         yield
         return
@@ -80,6 +84,8 @@ def plain_numbers():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang_tensor", patched)
+        for name, faster in warp.FASTER.items():
+            patch.setattr(f"bough.ops.triton.seen.{name}", faster)
         yield
 
 

@@ -13,10 +13,10 @@ from bough.ops.ragged import Owed, Recording, ReplayedRow, ShortRows
 if HERE:
     from bough.ops import triton as twin
 
-EACH, MOST = 5, 60
-COUNTS, OWED = (5, 2, 9, 1, 0), (4, 0, 9, 2, 0)  # the last row is not there
-STARTS, OWED_STARTS = (0, 5, 7, 16, 0), (3, 0, 7, 20, 0)
-RECORDS = (33, 0, 40, 16, 0)
+EACH, MOST = 5, 80
+COUNTS, OWED = (5, 2, 9, 1, 0), (4, 0, 16, 2, 0)  # the last row is not there
+STARTS, OWED_STARTS = (0, 5, 7, 16, 0), (3, 0, 40, 60, 0)
+RECORDS = (33, 0, 64, 16, 0)
 READ, WRITE = (2, 4, 1, 3, -1), (-1, -1, -1, 3, -1)  # the row before it is not recorded, and goes on in place
 KEEP, LATE_KEEP = (2, -1, 1, -1, -1), (2, -1, -1, 5, -1)  # of late parts one is left behind, and one goes elsewhere
 ROWS, FULL = Rows(COUNTS[:4], (1,) * 4), Rows((EACH,) * 5, (1,) * 5)
@@ -63,13 +63,13 @@ def expect_recorded(recording: Recording, before: Recording, theirs: Recording, 
 
 
 @kernels
-@pytest.mark.parametrize(("streamed", "dk", "dv"), [(False, 16, 24), (True, 24, 16)])
+@pytest.mark.parametrize(("dk", "dv"), [(16, 24), (24, 16), (40, 36)])
 @pytest.mark.parametrize(("rate", "dtype"), [(0.5, torch.float32), (30.0, torch.float32), (0.5, LOW)])
-def test_delta(rate, dtype, streamed, dk, dv, monkeypatch):
-    """With decays of which a few leave next to nothing, too; and with states that stream, though rows are few."""
-    if streamed:
-        monkeypatch.setattr("bough.ops.triton.streamed.MANY", 0)
-    full = Rows((max(COUNTS),) * 5, (1,) * 5) if streamed else FULL
+@pytest.mark.parametrize("apart", [False, True])
+def test_delta(rate, dtype, dk, dv, apart, monkeypatch):
+    """With decays of which a few leave next to nothing, too; a state is looked at by one program, or by several."""
+    monkeypatch.setattr("bough.ops.triton.seen.BUSY", 1000 if apart else 0)
+    full = Rows((max(COUNTS),) * 5, (1,) * 5)
     k_heads, heads = 2, 4
     keys, padded = k_heads * dk, full.total
     widths = (2 * keys + heads * dv, heads * dv, heads, heads)

@@ -120,6 +120,9 @@ class Recording:
 Replayed = tuple[torch.Tensor, tuple[torch.Tensor, ...]]  # one layer's part of the slots, and its recorded inputs
 
 
+OWED = 16  # recorded tokens that a slot is moved on by at the most, on the way
+
+
 class Owed(NamedTuple):
     """What rows do with slots that lag behind: int32 tensors on the device.
 
@@ -127,7 +130,7 @@ class Owed(NamedTuple):
     """
 
     start: torch.Tensor  # [R]: the first recorded token that the slot is to be moved on by
-    tokens: torch.Tensor  # [R]: how many there are
+    tokens: torch.Tensor  # [R]: how many there are, up to OWED
     keep: torch.Tensor  # [R]: the slot that this is stored to; below 0: none
     record: torch.Tensor  # [R]: where its own tokens are recorded, the first one
 

@@ -2,9 +2,9 @@
 
 A commit decides how many of the recorded tokens move a state's slot on. Whoever looks at the slot next must find that
 done (`State.settle`). But where captured forwards will feed the same state again, their recordings last (Journal), and
-the next one does that on the way: slots are read and written once a round, not once for the draft and once for its
-commit. Parts that are late are not even written once a forward: every forward moves what it read on by all that is
-owed, and stores that once in a while.
+the next one does that on the way: slots are read once a round, and not for the commit again. Nor are they written every
+time: every forward moves what it read on by all that is owed, and stores that once in a while. (Where nothing is
+drafted that is so of parts that are late; the others are small, and written at once.)
 
 Invariants:
 - What a state owes is recorded in one half of its stretch, from the beginning on; what a forward records goes behind
@@ -16,8 +16,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from bough.ops.ragged import Recording, Replayed, ReplayedRow
-from bough.ops.spans import FEW
+from bough.ops.ragged import OWED, Recording, Replayed, ReplayedRow
 from bough.state.kinds import Replay, SlotPart
 from bough.state.pool import Pool
 
@@ -25,9 +24,7 @@ if TYPE_CHECKING:
     from bough.state.live import State
 
 NONE = -1  # no slot
-HALF = FEW  # tokens that a half of a stretch has room for
-STRETCH = 2 * HALF
-EVERY = 5  # tokens that may be owed: to add up more of them, time after time, takes longer than to store what they make
+STRETCH = 2 * OWED  # tokens that there is room for: a half has as many as may be owed
 Parts = dict[tuple[int, str], Recording]  # by layer and part
 
 
@@ -140,11 +137,11 @@ class Journal:
                 owes = None
             start, owed = (first, 0) if owes is None else state.owed
             # When it is stored depends on the state alone: the same text gives the same bits whatever was before.
-            stores = owed and (into is whole or owed + count > EVERY)
-            record = first + (HALF if start == first else 0) if stores else start + owed
+            stores = owed and (owes is not into or owed + count > OWED)
+            record = first + (OWED if start == first else 0) if stores else start + owed
             early = owed if owes is whole else 0
             if state.transaction is not None:  # the slot stays where it is
-                keep, late_keep = slot if early else NONE, slot if stores else NONE
+                keep, late_keep = slot if early and stores else NONE, slot if stores else NONE
             else:
                 keep, late_keep = NONE, to if stores or to != slot or not state.length else NONE
             places.append((start, record, early, keep, owed, late_keep))
@@ -183,7 +180,7 @@ class Journal:
             state.settle()
         open_end = state.transaction
         if open_end is not None and open_end.recordings is self.all:
-            open_end.recordings = self.all.apart(open_end.at, open_end.fed or 0)
+            open_end.recordings = self.all.apart(open_end.at, open_end.before + (open_end.fed or 0))
             open_end.at = 0
 
 

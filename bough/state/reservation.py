@@ -315,8 +315,8 @@ class Reservation:
         for state, count, owed in zip(self.states, self.rows.counts, after, strict=True):
             slot, transaction = self._new_slots.get(state), state.transaction
             if transaction is not None:
-                transaction.fed, transaction.target, transaction.at = count, slot, owed[0]
-                transaction.recordings = recordings if journal is None else journal.all
+                transaction.was_fed(count, recordings if journal is None else journal.all, owed)
+                transaction.target = slot
                 state.condition = "in a transaction"
                 continue
             if slot is not None:

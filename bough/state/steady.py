@@ -70,7 +70,7 @@ class Steady:
         for state, run, before, count, owed in by_row:
             fill[run.last] = (before + count - 1) % size + 1
             if state.transaction is not None:
-                state.transaction.fed, state.transaction.at, state.transaction.recordings = count, owed[0], journal.all
+                state.transaction.was_fed(count, journal.all, owed)
             else:
                 state.length = state.known = before + count
                 state.owes, state.owed = journal.late, owed

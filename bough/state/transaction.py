@@ -24,7 +24,8 @@ class Transaction:
 
     fed: int | None = None  # tokens of its forward; None before it
     recordings: Recordings | None = None  # of its forward
-    at = 0  # where its own tokens begin in there
+    at = 0  # where what the state will owe begins in there
+    before = 0  # tokens of that which it has owed before; its own ones follow
     target: int | None = None  # the slot that commit writes, where the state has none yet
     closed = False
 
@@ -39,6 +40,11 @@ class Transaction:
     def expect_feedable(self) -> None:
         if self.fed is not None:
             raise StateError("the transaction has had its forward; commit it and begin another")
+
+    def was_fed(self, tokens: int, recordings: Recordings | None, owed: tuple[int, int]) -> None:
+        """It has had its forward. `owed` is what the state will owe if all of it is kept: from where on, how much."""
+        self.fed, self.recordings = tokens, recordings
+        self.at, self.before = owed[0], owed[1] - tokens
 
     def commit(self, count: int) -> None:
         """Keep the first `count` tokens fed, and close. Raises StateError, and changes nothing, if that cannot be."""
@@ -61,7 +67,7 @@ class Transaction:
             state.condition = "ready"
         state.length = state.known = state.length + count
         state.trim()
-        if not count or pool.slot_store is None:
+        if not self.before + count or pool.slot_store is None:
             pool.release(pool.slot_reference(self.target))
             return
         if state.slot is None:
@@ -70,7 +76,7 @@ class Transaction:
             for part in pool.stores[pool.slot_store].parts.values():
                 part[state.slot] = 0
         assert self.recordings is not None
-        state.owes, state.owed = self.recordings, (self.at, count)
+        state.owes, state.owed = self.recordings, (self.at, self.before + count)
 
     def __enter__(self) -> "Transaction":
         return self
@@ -90,7 +96,7 @@ def commit(kept: Sequence[tuple[Transaction, int]]) -> None:
         transaction._expect_committable(count)
         recordings = transaction.recordings
         if count and recordings is not None and not recordings.lasts:
-            needed[recordings] = max(needed.get(recordings, 0), transaction.at + count)
+            needed[recordings] = max(needed.get(recordings, 0), transaction.at + transaction.before + count)
     for recordings, most in needed.items():
         if lacking := recordings.lacking(most):
             raise StateError(f"the inputs of {len(lacking)} parts were not recorded, of layer {lacking[0][0]} first")
