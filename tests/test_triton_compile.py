@@ -68,7 +68,8 @@ def compiled(monkeypatch, tmp_path_factory):
     for module in ("linear", "quant", "follow"):  # as on that device
         follows = {"follows": True, "launch_pdl": True}
         monkeypatch.setattr(f"bough.ops.triton.{module}.following", lambda device, follows=follows: follows)
-    monkeypatch.setattr("bough.ops.triton.quant.has_ptx", lambda device: True)
+    for module in ("quant", "seen"):
+        monkeypatch.setattr(f"bough.ops.triton.{module}.has_ptx", lambda device: True)
     with by_kernels():
         yield names
 
@@ -99,7 +100,7 @@ def lfm2():
 @torch.inference_mode()
 def test_steps_of_all_shapes(family, tmp_path, compiled, monkeypatch):
     monkeypatch.setattr("bough.ops.triton.prefill.processors", lambda device: 64)
-    monkeypatch.setattr("bough.ops.triton.streamed.MANY", 4 * LINEAR["linear_num_value_heads"])
+    monkeypatch.setattr("bough.ops.triton.seen.BUSY", 0)
     model = load_model(save(family(), tmp_path), dtype="bfloat16")
     layout = Layout.of(model.kinds, page_tokens=16, dtype=model.dtype)
     pool = Pool(layout, 80 * layout.slab_bytes, max_running=8)
@@ -107,7 +108,7 @@ def test_steps_of_all_shapes(family, tmp_path, compiled, monkeypatch):
     model(step)
     model(replace(step, wanted=Ends.of(step.rows, (1, 0), model.device)))
     journal = Journal(pool, 1)
-    for rows, each, into in ((1, 1, None), (1, 1, journal.late), (4, 2, journal.all)):
+    for rows, each, into in ((1, 1, None), (1, 1, journal.late), (4, 5, journal.all)):
         step = Fixed(pool, rows, each, 256).step(into)
         hidden = model(step)
         model.logits(hidden)
@@ -124,7 +125,7 @@ def test_steps_of_all_shapes(family, tmp_path, compiled, monkeypatch):
         "heads._place_heads",
     }
     assert expected <= set(compiled)
-    for kernel in ("delta._short_rows", "streamed._heads"):
+    for kernel in ("delta._short_rows", "seen._look", "seen._say"):
         assert (kernel in compiled) == (family is qwen3_next)
 
 

@@ -23,6 +23,7 @@ from bough.ops.spans import FEW, SPAN, divided, joined_apart, programs
 from bough.ops.triton.activation import LOG2E, activated, gated
 from bough.ops.triton.arrivals import COUNTED, arrivals, is_last
 from bough.ops.triton.follow import follow, following, lead
+from bough.ops.triton.numbers import number
 from bough.ops.triton.plan import on_device, shared_bytes
 from bough.ops.triton.prefill import ASIDE, CARRIED, attention_long
 
@@ -43,9 +44,9 @@ class Cut(NamedTuple):
 def _pages(pages, first, low, end, page_tokens: tl.constexpr, block_n: tl.constexpr):
     """The page of each of the keys from `first` on, or the one page of all."""
     if page_tokens % block_n == 0:
-        return tl.load(pages + tl.minimum(first, end - 1) // page_tokens).to(tl.int64)
+        return number(pages + tl.minimum(first, end - 1) // page_tokens).to(tl.int64)
     else:
-        return tl.load(pages + _known(first, low, end, block_n) // page_tokens).to(tl.int64)
+        return number(pages + _known(first, low, end, block_n) // page_tokens).to(tl.int64)
 
 
 @triton.jit
@@ -141,12 +142,12 @@ def _spans(
     """If `early`, keys are asked for before queries are waited for, and the programs that join come to wait too."""
     lead(follows)
     kv_head, here, first_m = tl.program_id(0), tl.program_id(1), tl.program_id(2) * block_m
-    row = tl.load(row_of_span + here)
+    row = number(row_of_span + here)
     if row < 0:
         follow(follows)
         return
-    start, count, before = tl.load(starts + row), tl.load(counts + row), tl.load(history + row)
-    number, spans = here - tl.load(firsts + row), tl.load(used + row)
+    start, count, before = number(starts + row), number(counts + row), number(history + row)
+    at_span, spans = here - number(firsts + row), number(used + row)
     if first_m >= count * group:
         follow(follows)
         return
@@ -155,9 +156,9 @@ def _spans(
     some = tl.cdiv(before + count - base, span)
     if early:
         some += 1  # which is not there: whoever has the last keys waits before it asks for any, and gets fewer
-    begin = tl.maximum(base + number * some // spans * span, low // block_n * block_n)
-    end = tl.minimum(base + (number + 1) * some // spans * span, before + count)
-    pages = table + tl.load(offsets + row)
+    begin = tl.maximum(base + at_span * some // spans * span, low // block_n * block_n)
+    end = tl.minimum(base + (at_span + 1) * some // spans * span, before + count)
+    pages = table + number(offsets + row)
     page = _pages(pages, begin, low, end, page_tokens, block_n)
     m, ks, vs = first_m + tl.arange(0, block_m), tl.arange(0, block_k), tl.arange(0, block_v)
     place, present = before + m // group, m // group < count  # of each query
@@ -209,7 +210,7 @@ def _spans(
         counter = (row * tl.num_programs(0) + kv_head) * tl.num_programs(2) + tl.program_id(2)
         if arrived is not None and is_last(arrived + counter, spans):
             _join(
-                parts, weights, out, gate, ((here - number) * most).to(tl.int64) * heads, spans, most * heads,
+                parts, weights, out, gate, ((here - at_span) * most).to(tl.int64) * heads, spans, most * heads,
                 first_m, tl.minimum(first_m + block_m, count * group), start, kv_head * group, gate_token, gate_head,
                 heads, group, dv, block_s, block_g, block_v,
             )  # fmt: skip
@@ -223,9 +224,9 @@ def _joins(
     """Some columns of one query. Little code: a launch's instructions come from memory as its data does."""
     row, token, head = tl.program_id(0), tl.program_id(1), tl.program_id(2) // tl.cdiv(dv, block_v)
     vs = tl.program_id(2) % tl.cdiv(dv, block_v) * block_v + tl.arange(0, block_v)
-    spans, count, inside = tl.load(used + row), tl.load(counts + row), vs < dv
-    entry = (tl.load(starts + row) + token).to(tl.int64)
-    slot = (tl.load(firsts + row) * most + token).to(tl.int64) * heads + head
+    spans, count, inside = number(used + row), number(counts + row), vs < dv
+    entry = (number(starts + row) + token).to(tl.int64)
+    slot = (number(firsts + row) * most + token).to(tl.int64) * heads + head
     follow(follows)
     if (spans > 1) & (token < count):
         opened = gate

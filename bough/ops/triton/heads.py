@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bough.ops.norm import Norm
 from bough.ops.ragged import Pages
-from bough.ops.triton.follow import pass_on, passing_on
+from bough.ops.triton.follow import follow, lead, pass_on, passing_on
 
 NUMBERS = 1024  # that a program takes: with 4 warps, 16 bytes a thread in 16 bits
 
@@ -23,38 +23,46 @@ def _rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _scaled(x, root, weight, column, inside, rounded: tl.constexpr, dtype: tl.constexpr):
+def _scaled(x, root, by, rounded: tl.constexpr, dtype: tl.constexpr):
     """x times its head's factor and the weight, rounded where ops.Norm rounds."""
     x *= root
     if rounded:
         x = _rounded(x, dtype)
-    if weight is not None:
-        x *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    return _rounded(x, dtype)
+    return _rounded(x * by, dtype)
+
+
+@triton.jit
+def _weights(weight, column, inside):
+    return 1.0 if weight is None else tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _placed(
     x, out, x_stride, out_stride, first, cos, sin, weight, eps, rounded: tl.constexpr,
     heads: tl.constexpr, width: tl.constexpr, rotated: tl.constexpr, each: tl.constexpr, block: tl.constexpr,
+    follows: tl.constexpr,
 ):  # fmt: skip
-    """Heads from `first` on of the token that x, out, cos and sin point to; not normed where `rounded` is None."""
+    """Heads from `first` on of the token that x, out, cos and sin point to; not normed where `rounded` is None.
+
+    Weights are asked for before it follows.
+    """
     dtype: tl.constexpr = x.dtype.element_ty
     head = first + tl.arange(0, each)[:, None]
     # Heads load what they share each for itself: so it lies with the thread that needs it, and no thread waits.
     column = tl.broadcast_to(tl.arange(0, block)[None, :], (each, block))
-    inside = (head < heads) & (column < width)
+    inside, turning = (head < heads) & (column < width), column < rotated
+    partner = tl.where(column < rotated // 2, column + rotated // 2, column - rotated // 2)
+    by, by_other = _weights(weight, column, column < width), _weights(weight, partner, turning)
+    follow(follows)
     x += head * x_stride
     value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if rounded is not None:
         root = tl.rsqrt(tl.sum(value * value, 1) / width + eps)[:, None]
-        value = _scaled(value, root, weight, column, column < width, rounded, dtype)
+        value = _scaled(value, root, by, rounded, dtype)
     if rotated:
-        turning = column < rotated
-        partner = tl.where(column < rotated // 2, column + rotated // 2, column - rotated // 2)
         other = tl.load(x + partner, mask=inside & turning, other=0.0).to(tl.float32)
         if rounded is not None:
-            other = _scaled(other, root, weight, partner, turning, rounded, dtype)
+            other = _scaled(other, root, by_other, rounded, dtype)
         # What does not turn is turned by nothing.
         along = tl.load(cos + column, mask=turning, other=1.0).to(tl.float32)
         across = tl.load(sin + column, mask=turning, other=0.0).to(tl.float32)
@@ -72,7 +80,7 @@ def _place_heads(
     each: tl.constexpr, block: tl.constexpr, follows: tl.constexpr,
 ):  # fmt: skip
     """Without kv_heads there are queries alone, and without heads none."""
-    pass_on(follows)
+    lead(follows)
     q_programs, kv_programs = tl.cdiv(heads, each), tl.cdiv(kv_heads, each)
     programs = q_programs + 2 * kv_programs
     token, part = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs
@@ -80,7 +88,7 @@ def _place_heads(
     if part < q_programs:
         _placed(
             q + token * q_stride, out + token * heads * k_width, q_head, k_width, part * each, cos, sin,
-            q_weight, q_eps, q_rounded, heads, k_width, rotated, each, block,
+            q_weight, q_eps, q_rounded, heads, k_width, rotated, each, block, follows,
         )  # fmt: skip
     elif kv_heads:
         page, at = tl.load(write_page + token).to(tl.int64), tl.load(write_at + token).to(tl.int64)
@@ -88,13 +96,13 @@ def _place_heads(
             _placed(
                 k + token * k_stride, k_pages + page * k_page + at * k_at, k_head, k_out_head,
                 (part - q_programs) * each, cos, sin,
-                k_weight, k_eps, k_rounded, kv_heads, k_width, rotated, each, block,
+                k_weight, k_eps, k_rounded, kv_heads, k_width, rotated, each, block, follows,
             )  # fmt: skip
         else:
             _placed(
                 v + token * v_stride, v_pages + page * v_page + at * v_at, v_head, v_out_head,
                 (part - q_programs - kv_programs) * each, cos, sin,
-                v_weight, v_eps, v_rounded, kv_heads, v_width, 0, each, block,
+                v_weight, v_eps, v_rounded, kv_heads, v_width, 0, each, block, follows,
             )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ def at(base, entry, outer, inner, column, heads: tl.constexpr):
 
 
 @triton.jit
-def normed(value, weight, eps, column, dtype: tl.constexpr, width: tl.constexpr, rounded: tl.constexpr):
+def _normed(value, weight, eps, column, dtype: tl.constexpr, width: tl.constexpr, rounded: tl.constexpr):
     """In float32, but rounded where ops.Norm rounds; zero beyond the width."""
     value *= tl.rsqrt(tl.sum(value * value, 1) / width + eps)[:, None]
     if rounded:
@@ -44,7 +44,7 @@ def _norm(
     mask = (entry < count) & (column < width)
     dtype: tl.constexpr = x.dtype.element_ty
     value = tl.load(at(x, entry, x_outer, x_inner, column, heads), mask=mask, other=0.0).to(tl.float32)
-    value = normed(value, weight, eps, column, dtype, width, rounded)
+    value = _normed(value, weight, eps, column, dtype, width, rounded)
     if gate is not None:
         opened = tl.load(at(gate, entry, gate_outer, gate_inner, column, heads), mask=mask, other=0.0).to(tl.float32)
         value = value.to(dtype).to(tl.float32) * opened * tl.sigmoid(opened)
@@ -64,7 +64,7 @@ def _norm_after(
     value += tl.load(y + row * y_stride + column, mask=mask, other=0.0).to(tl.float32)
     value = value.to(dtype)  # what is measured is what the next layer finds
     tl.store(total + row * width + column, value, mask=mask)
-    value = normed(value.to(tl.float32), weight, eps, column, dtype, width, rounded)
+    value = _normed(value.to(tl.float32), weight, eps, column, dtype, width, rounded)
     tl.store(out + row * width + column, value, mask=mask)
 
 

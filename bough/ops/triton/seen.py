@@ -21,16 +21,15 @@ from torch import Tensor
 from bough.ops.delta import DeltaLayer
 from bough.ops.ragged import Owed, ShortRows
 from bough.ops.triton.codes import has_ptx
-from bough.ops.triton.follow import follow, lead, pass_on, passing_on
+from bough.ops.triton.follow import follow, lead, passing_on
 from bough.ops.triton.gates import gates_of, length_of
-from bough.ops.triton.norm import normed
+from bough.ops.triton.numbers import number
 from bough.ops.triton.units import LANES, add_product, beside, four, parts, parts_again
 
 MOST = 16  # tokens that a row owes
 COLUMNS = tl.constexpr(32)  # of a state, that a program takes
 PIECE = tl.constexpr(32)  # its rows that come at once
 BUSY = 512  # programs of whole columns, up to which they are divided further
-OPTIONS: dict = {}
 
 
 @triton.jit
@@ -206,9 +205,9 @@ def _look(
     four_of = tl.arange(0, 4)[None, :]
     in_piece, column = quad[:, None] * 4 + four_of, tl.program_id(0) % slices * COLUMNS + quad[:, None] * 4 + four_of
     inside = column < dv
-    start, count = tl.load(starts + row).to(tl.int64), tl.load(counts + row)
-    source, target = tl.load(reads + row).to(tl.int64), tl.load(keeps + row).to(tl.int64)
-    tokens, first = tl.load(owed + row), tl.load(owed_start + row).to(tl.int64)
+    start, count = number(starts + row).to(tl.int64), number(counts + row)
+    source, target = number(reads + row).to(tl.int64), number(keeps + row).to(tl.int64)
+    tokens, first = number(owed + row), number(owed_start + row).to(tl.int64)
     if count == 0:
         return  # there is no such row
     at = states + head * dk * dv + inner[:, None] * (8 * dv) + column
@@ -281,11 +280,17 @@ def _say(
     heads: tl.constexpr, group: tl.constexpr, dk: tl.constexpr, dv: tl.constexpr, block_k: tl.constexpr,
     block_v: tl.constexpr, each: tl.constexpr, parts: tl.constexpr, follows: tl.constexpr,
 ):  # fmt: skip
-    """Changes are divided by the length of their keys, which are recorded as they are."""
-    pass_on(follows)
+    """Changes are divided by the length of their keys, which are recorded as they are.
+
+    What no launch of this step has written is asked for before this follows.
+    """
+    lead(follows)
     head, row, ks, vs = tl.program_id(0), tl.program_id(1), tl.arange(0, block_k), tl.arange(0, block_v)
-    start, last = tl.load(starts + row).to(tl.int64), tl.load(counts + row) - 1
-    record = tl.load(records + row).to(tl.int64)
+    start, last = number(starts + row).to(tl.int64), number(counts + row) - 1
+    record = number(records + row).to(tl.int64)
+    of_rate, of_bias = tl.load(rate + head), tl.load(dt_bias + head)
+    by = tl.load(weight + vs, mask=vs < dv, other=0.0).to(tl.float32)
+    follow(follows)
     if last < 0:
         return
     in_key, in_value, k_step = ks < dk, vs < dv, heads // group * dk
@@ -295,7 +300,6 @@ def _say(
     opened = _brought(z + start * z_stride + head * dv + vs, z_stride, last, in_value, each)
     of_a = _brought(a + start * a_stride + head, a_stride, last, True, each)
     of_b = _brought(b + start * b_stride + head, b_stride, last, True, each)
-    of_rate, of_bias = tl.load(rate + head), tl.load(dt_bias + head)
     saw += (row.to(tl.int64) * heads + head) * (parts * 2 * each * dv) + vs
     seen = _summed(saw, last, in_value, dv, each, parts)
     heard = _summed(saw + each * dv, last, in_value, dv, each, parts)
@@ -331,10 +335,10 @@ def _say(
         still += (1.0,)
         remain = still
     for t in tl.static_range(each):  # apart, so that none waits for the one before
-        said = normed(answers[t].to(tl.float32)[None, :], weight, eps, vs[None, :], dtype, dv, True)
-        gate = opened[t].to(tl.float32)[None, :]
-        said = tl.reshape(said.to(dtype).to(tl.float32) * gate * tl.sigmoid(gate), [block_v])
-        tl.store(out + t * (heads * dv), said, mask=(t <= last) & in_value)
+        said, gate = answers[t].to(tl.float32), opened[t].to(tl.float32)
+        said *= tl.rsqrt(tl.sum(said * said, 0) / dv + eps)
+        said = (said.to(dtype).to(tl.float32) * by).to(dtype).to(tl.float32)  # as ops.rms_norm_gated rounds
+        tl.store(out + t * (heads * dv), said * gate * tl.sigmoid(gate), mask=(t <= last) & in_value)
 
 
 def advance_late(
@@ -366,8 +370,7 @@ def advance_late(
     _look[heads * slices, count, apart](
         k, to_q, seen, *kept, states, rows.start, rows.tokens, rows.read, owed.start, owed.tokens, owed.keep,
         q.stride(0), k.stride(0), states.stride(0), heads=heads, group=heads // k_heads, dk=dk, dv=dv, each=each,
-        pieces=pieces // apart, exact=k.dtype != torch.float32, ptx=has_ptx(v.device), num_warps=1, **OPTIONS,
-        **passing,
+        pieces=pieces // apart, exact=k.dtype != torch.float32, ptx=has_ptx(v.device), num_warps=1, **passing,
     )  # fmt: skip
     _say[heads, count](
         q, k, v, a, b, z, seen, out, *kept, rows.start, rows.tokens, owed.record, layer.rate, layer.dt_bias, layer.norm,
