@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import gpu_shape
 import torch
@@ -116,8 +117,9 @@ class Watch:
         return self._news[1:-1]
 
 
-def decode_step(bench: Bench, engine: Engine, rows: int, context: int) -> float:
-    """Mean ms between the tokens of requests while all of them write: slots are written in some steps, not in all.
+def decode_step(bench: Bench, engine: Engine, rows: int, context: int) -> tuple[float, float]:
+    """Mean ms between the tokens of requests while all of them write (slots are written in some steps, not in all), and
+    the most that was.
 
     From the second token of each on: before it the cache is told of the prompt.
     """
@@ -128,7 +130,8 @@ def decode_step(bench: Bench, engine: Engine, rows: int, context: int) -> float:
     begun, ended = max(each[1] for each in times), min(each[-1] for each in times)
     steady = [at for at in times[-1] if begun <= at <= ended]
     assert len(steady) > bench.sizes.steps // 2, "the rows did not run together"
-    return 1e3 * (steady[-1] - steady[0]) / (len(steady) - 1)
+    taken = [1e3 * (end - begin) for begin, end in pairwise(steady)]
+    return statistics.fmean(taken), max(taken)
 
 
 class Batch:

@@ -45,11 +45,11 @@ def model_decode(bench: Bench) -> None:
     with bench.engine(bench.loaded()) as engine:
         for rows, context in bench.sizes.decode:
             decode_step(bench, engine, rows, context)  # compiles, and captures what there is to capture
-            took = decode_step(bench, engine, rows, context)
+            took, most = decode_step(bench, engine, rows, context)
             alone = engine.call(lambda: runner_step(bench, engine, rows, context))  # noqa: B023
             floor = bench.decode_floor(engine, rows, context)
             bench.figure(
-                f"decode, {rows} rows over {context}", step_ms=took, tokens_s=1e3 * rows / took,
+                f"decode, {rows} rows over {context}", step_ms=took, longest_ms=most, tokens_s=1e3 * rows / took,
                 runner_step_ms=alone, floor_ms=floor, of_floor=floor / took,
                 others=OTHERS_DECODE.get((rows, context)),
             )  # fmt: skip
@@ -258,7 +258,7 @@ def model_quant(bench: Bench) -> None:
         with bench.engine(gpu_shape.loaded(made, bench.run.device, tiny=bench.tiny), running=16) as engine:
             for rows, context in bench.sizes.quant:
                 decode_step(bench, engine, rows, context)
-                took = decode_step(bench, engine, rows, context)
+                took, _ = decode_step(bench, engine, rows, context)
                 plain.setdefault((rows, context), took)
                 floor = bench.decode_floor(engine, rows, context)
                 bench.figure(
