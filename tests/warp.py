@@ -25,7 +25,7 @@ def taken(x: np.ndarray) -> np.ndarray:
     return (x.view(np.int32) & -8192).view(np.float32)
 
 
-def parts(x, ptx=False):
+def parts(x):
     high = taken(number(x))
     return tensor(high), tensor(number(x) - high)
 
@@ -48,4 +48,4 @@ def add_product(to, left, right, ptx=False):
     return tuple(tensor(number(each) + made[place]) for each, place in zip(to, places, strict=True))
 
 
-FASTER = {"four": four, "beside": beside, "parts": parts, "parts_again": parts, "add_product": add_product}
+FASTER = {"four": four, "beside": beside, "parts": parts, "add_product": add_product}

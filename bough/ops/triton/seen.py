@@ -10,7 +10,7 @@ another does the rest, which is little, and the norm after it (`_say`).
 
 A program that looks is one warp and takes some columns of a head. What is owed is a product of keys and changes, and
 what is seen one of the state and keys and queries: both are done by the matrix units over numbers that stay in the
-registers they were loaded to (units.py). So arithmetic is next to nothing, and a state takes what reading it takes.
+registers they were loaded to (units.py).
 """
 
 import torch
@@ -19,14 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from bough.ops.delta import DeltaLayer
-from bough.ops.ragged import Owed, ShortRows
+from bough.ops.ragged import OWED, Owed, ShortRows
 from bough.ops.triton.codes import has_ptx
 from bough.ops.triton.follow import follow, lead, passing_on
 from bough.ops.triton.gates import gates_of, length_of
 from bough.ops.triton.numbers import number
-from bough.ops.triton.units import LANES, add_product, beside, four, parts, parts_again
+from bough.ops.triton.units import LANES, add_product, beside, four, parts
 
-MOST = 16  # tokens that a row owes
+TURNS = tl.constexpr(OWED // 4)  # in which recorded tokens come, four at a time
 COLUMNS = tl.constexpr(32)  # of a state, that a program takes
 PIECE = tl.constexpr(32)  # its rows that come at once
 BUSY = 512  # programs of whole columns, up to which they are divided further
@@ -34,19 +34,19 @@ BUSY = 512  # programs of whole columns, up to which they are divided further
 
 @triton.jit
 def _owed(decays, changes, tokens, inner, inside, dv: tl.constexpr, heads: tl.constexpr):
-    """Of up to 16 recorded tokens: what is left of a state after them; and their changes, each decayed by those after
+    """Of up to OWED recorded tokens: what is left of a state after them; and their changes, each decayed by those after
     it, as left factors of eight tokens at a time."""
     lane = tl.arange(0, LANES)
     own = tl.load(decays + lane * heads, mask=lane < tokens, other=0.0)
     after = tl.load(decays + (lane + 1) * heads, mask=lane + 1 < tokens, other=0.0)
     raw: tl.tuple = ()  # all of it is asked for before anything is waited for
-    for turn in tl.static_range(4):
+    for turn in tl.static_range(TURNS):
         token = (turn * 4 + inner)[:, None]
         raw += (tl.load(changes + token * (heads * dv), mask=(token < tokens) & inside, other=0.0),)
     # Sums of their own: differences would lose the digits of weak decays.
     left = tl.exp(tl.cumsum(after, 0, reverse=True))
     made: tl.tuple = ()
-    for turn in tl.static_range(4):
+    for turn in tl.static_range(TURNS):
         made += four(raw[turn] * tl.gather(left, turn * 4 + inner, 0)[:, None])
     return tl.exp(tl.sum(own, 0)), made
 
@@ -75,19 +75,10 @@ def _cut(first, second, third, fourth):
 
 
 @triton.jit
-def _cut_again(first, second, third, fourth, ptx: tl.constexpr):
-    h0, l0 = parts_again(first, ptx)
-    h1, l1 = parts_again(second, ptx)
-    h2, l2 = parts_again(third, ptx)
-    h3, l3 = parts_again(fourth, ptx)
-    return (h0, h1, h2, h3), (l0, l1, l2, l3)
-
-
-@triton.jit
 def _keys(keys, tokens, inner, in_key, k_step: tl.constexpr):
     """Recorded keys at the rows of a piece, of four tokens at a time."""
     asked: tl.tuple = ()
-    for turn in tl.static_range(4):
+    for turn in tl.static_range(TURNS):
         token = turn * 4 + inner
         asked += (tl.load(keys + token[:, None] * k_step, mask=(token < tokens)[:, None] & in_key, other=0.0),)
     return asked
@@ -96,16 +87,16 @@ def _keys(keys, tokens, inner, in_key, k_step: tl.constexpr):
 @triton.jit
 def _moved(piece, keys, all_left, made, exact: tl.constexpr, ptx: tl.constexpr):
     """A piece of the state after what is owed."""
-    right = _columns(keys, 4)  # of eight tokens at a time: the first four and the others
+    right = _columns(keys, TURNS)  # of eight tokens at a time: the first four and the others
     zero = tl.zeros((LANES,), tl.float32)
     none = (zero, zero, zero, zero)
     sums: tl.tuple = ()
     for tile in tl.static_range(2):
         totals: tl.tuple = (none, none, none, none)
-        for turn in tl.static_range(2):
+        for turn in tl.static_range(TURNS // 2):
             first, second = made[turn * 8 + tile * 2], made[turn * 8 + tile * 2 + 1]
             third, fourth = made[turn * 8 + 4 + tile * 2], made[turn * 8 + 5 + tile * 2]
-            high, low = _cut_again(first, second, third, fourth, ptx)
+            high, low = _cut(first, second, third, fourth)
             more: tl.tuple = ()
             for j in tl.static_range(4):
                 more += (_added(totals[j], high, low, (right[turn * 8 + j], right[turn * 8 + 4 + j]), exact, ptx),)

@@ -40,18 +40,6 @@ def parts(x):
 
 
 @triton.jit
-def parts_again(x, ptx: tl.constexpr):
-    """The same, cut where it is used: whoever uses it in a loop need not keep both."""
-    if ptx:
-        asm: tl.constexpr = "and.b32 $0, $1, 0xffffe000;"
-        high = tl.inline_asm_elementwise(asm, "=r,r", [_bits(x)], dtype=tl.int32, is_pure=False, pack=1)
-        high = high.to(tl.float32, bitcast=True)
-    else:
-        high = _taken(x)
-    return high, x - high
-
-
-@triton.jit
 def four(x):
     """The columns of a tensor [32, 4]."""
     even, odd = tl.split(tl.reshape(x, [LANES, 2, 2]))
