@@ -3,6 +3,8 @@
 Where they run, test_fixed.py says.
 """
 
+from contextlib import suppress
+
 import pytest
 import torch
 from test_fixed import Pair, pair_of, qwen3_5  # noqa: F401 (a fixture)
@@ -10,6 +12,7 @@ from test_triton import kernels, plain_numbers  # noqa: F401 (a fixture)
 
 from bough.state.live import State
 from bough.state.recordings import Recordings
+from bough.state.reservation import forward
 
 pytestmark = kernels
 
@@ -61,6 +64,33 @@ def test_states_are_written_once_in_a_while(pair):
     for row in range(3):
         expect_equal_slots(pair, row)
     pair.step([[3], [4], [5]])
+
+
+def test_rounds_store_once_in_a_while(pair):
+    """Whatever stands of them: what was owed before is owed still, and once."""
+    stored = []
+    for kept in ([2, 2], [2, 0], [0, 2], [1, 1], [2, 2], [0, 0], [2, 1]):
+        before = deltas(pair.fast, pair.states[0][1])
+        pair.draft([[5, 6], [7, 8]], kept, [0, 1])
+        stored.append(not torch.equal(before, deltas(pair.fast, pair.states[0][1])))
+    assert 0 < sum(stored) < len(stored) - 2
+    pair.step([[1], [2]], [0, 1])  # nothing is drafted: all that was owed is settled first
+    pair.draft([[5, 6], [7, 8]], [1, 2], [0, 1])
+    for row in (0, 1):
+        expect_equal_slots(pair, row)
+
+
+def test_a_round_that_fails_when_all_is_done_leaves_what_was_owed(pair):
+    pair.draft([[1, 2]], [2], [0])
+    state, owed = pair.states[0][1], pair.states[0][1].owed
+    transaction = state.begin()
+    with suppress(KeyError), forward(pair.fast.pool, [(state, [3, 4])], settled=False) as step:
+        pair.fast.graphs(step)
+        raise KeyError
+    transaction.commit(0)
+    assert state.owes is not None and state.owed == owed
+    expect_equal_slots(pair, 0)
+    pair.step([[5]], [0])
 
 
 def test_points_at_the_end_of_a_step_are_settled(pair):

@@ -63,9 +63,16 @@ def expect_recorded(recording: Recording, before: Recording, theirs: Recording, 
 
 
 @kernels
-@pytest.mark.parametrize(("dk", "dv"), [(16, 24), (24, 16), (40, 36)])
-@pytest.mark.parametrize(("rate", "dtype"), [(0.5, torch.float32), (30.0, torch.float32), (0.5, LOW)])
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("rate", "dtype", "dk", "dv", "apart"),
+    [
+        (0.5, torch.float32, 16, 24, False),
+        (0.5, torch.float32, 40, 36, True),
+        (30.0, torch.float32, 24, 16, False),
+        (0.5, LOW, 40, 36, False),
+        (30.0, LOW, 24, 16, True),
+    ],
+)
 def test_delta(rate, dtype, dk, dv, apart, monkeypatch):
     """With decays of which a few leave next to nothing, too; a state is looked at by one program, or by several."""
     monkeypatch.setattr("bough.ops.triton.seen.BUSY", 1000 if apart else 0)

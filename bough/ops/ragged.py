@@ -121,6 +121,7 @@ Replayed = tuple[torch.Tensor, tuple[torch.Tensor, ...]]  # one layer's part of 
 
 
 OWED = 16  # recorded tokens that a slot is moved on by at the most, on the way
+assert FEW <= OWED, "what a row records at a time finds room behind nothing"
 
 
 class Owed(NamedTuple):

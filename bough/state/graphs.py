@@ -52,6 +52,7 @@ class Captured:
             settle(step)
             self.fixed.fill(step)
             self.graph.replay()
+            self.fixed.make_ready()
         else:
             assert step.recordings is not None
             places = self.journal.places(self.into, step.states, step.rows.counts, step.read, step.write)
@@ -60,11 +61,11 @@ class Captured:
                 self.graph.replay()
                 step.recordings.after = self.journal.took(step.states, step.rows.counts, places)
                 step.recordings.journal = self.journal
+                self.fixed.make_ready()
             except BaseException:  # nobody knows whether slots were stored
                 for state in step.states:
                     state.condition = "broken"
                 raise
-        self.fixed.make_ready()
 
     def replay_steady(self, rows: Steady, given: Tensor | None) -> None:
         """Do a steady step, of which all is recorded or what is late."""

@@ -355,13 +355,17 @@ class Reservation:
         self.pool.unregister(self)
         for append in self._appends:
             append.abort()
+        recordings = self._recordings
+        journal, after = (None, []) if recordings is None else (recordings.journal, recordings.after)
         for slot in self._taken_slots():
             self.pool.release(self.pool.slot_reference(slot))
-        for state, count in zip(self.states, self.rows.counts, strict=True):
+        for row, (state, count) in enumerate(zip(self.states, self.rows.counts, strict=True)):
             if state.condition == "broken":  # before the forward began
                 continue
             if state.transaction is not None:
                 state.condition = "in a transaction"
+                if journal is not None and after[row][1] > count:  # it failed when all was done: what it owed it owes
+                    state.owes, state.owed = journal.all, (after[row][0], after[row][1] - count)
             else:
                 in_place = count > 0 and state.slot is not None and state not in self._new_slots
                 state.condition = "broken" if in_place else "ready"

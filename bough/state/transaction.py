@@ -3,7 +3,7 @@
 A decode round feeds the current token and some drafted ones. `commit(n)` keeps the first n tokens *fed*. Pages forget
 their tail. A slot is replayed: the forward leaves it as it was and records the few rows of inputs that its update
 takes, and the first n of them are applied — one read and one write of the state whatever the length of the draft, and
-memory for n rows of inputs, not for n states. That is done at once, or by the next forward where that can
+memory for n rows of inputs, not for n states. That is done at once, or by later forwards where these can
 (recordings.py). Windows are kept whole until the commit.
 
 While a transaction is open its state can be fed once, and otherwise only be released (which is commit(0)).

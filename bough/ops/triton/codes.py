@@ -98,5 +98,7 @@ def weights(half, steps, place: tl.constexpr, bits: tl.constexpr, ptx: tl.conste
 
 @cache
 def has_ptx(device: torch.device) -> bool:
-    """Whether kernels may have instructions of their own. The interpreter takes none."""
-    return device.type == "cuda" and torch.version.hip is None
+    """Whether kernels may have instructions of their own. The interpreter takes none, and older devices lack some."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)

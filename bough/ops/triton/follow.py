@@ -6,9 +6,9 @@ first weights come. So a product says when the launch after it may begin (`lead`
 and only then waits for all that came before (`follow`). Every kernel that is launched so does both, in each of its
 programs: who waits for the launch before it has then waited for all of them. What comes between products does the same
 where there are few tokens: the delta rule and the convolution find their state as the step before left it, and every
-step begins with a launch that waits for all before it (the embeddings); others load nothing early (`pass_on`). So does
-attention of few rows with its keys; but it leads to nothing but the joining of its spans, and that to nothing: products
-that wait beside them are in their way.
+step begins with a launch that waits for all before it (the embeddings); norms of heads have their weights; others load
+nothing early (`pass_on`). So does attention of few rows with its keys; but it leads to nothing but the joining of its
+spans, and that to nothing: products that wait beside them are in their way.
 """
 
 from functools import cache

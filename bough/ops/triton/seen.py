@@ -199,8 +199,9 @@ def _look(
     start, count = number(starts + row).to(tl.int64), number(counts + row)
     source, target = number(reads + row).to(tl.int64), number(keeps + row).to(tl.int64)
     tokens, first = number(owed + row), number(owed_start + row).to(tl.int64)
-    if count == 0:
-        return  # there is no such row
+    if count == 0:  # there is no such row
+        follow(follows)
+        return
     at = states + head * dk * dv + inner[:, None] * (8 * dv) + column
     read, written = at + source * slot_stride, at + target * slot_stride
     keys += first * k_step + head // group * dk + in_piece
@@ -252,10 +253,10 @@ def _brought(base, stride, last, there, each: tl.constexpr):
 
 
 @triton.jit
-def _summed(base, last, there, dv: tl.constexpr, each: tl.constexpr, parts: tl.constexpr):
+def _summed(base, last, there, dv: tl.constexpr, each: tl.constexpr, apart: tl.constexpr):
     """What was seen in several parts."""
     made = _brought(base, dv, last, there, each)
-    for part in tl.static_range(1, parts):
+    for part in tl.static_range(1, apart):
         other = _brought(base + part * (2 * each * dv), dv, last, there, each)
         more: tl.tuple = ()
         for t in tl.static_range(each):
@@ -269,7 +270,7 @@ def _say(
     q, k, v, a, b, z, saw, out, keys, decays, changes, starts, counts, records, rate, dt_bias, weight, eps, scale,
     q_stride, k_stride, v_stride, a_stride, b_stride, z_stride,
     heads: tl.constexpr, group: tl.constexpr, dk: tl.constexpr, dv: tl.constexpr, block_k: tl.constexpr,
-    block_v: tl.constexpr, each: tl.constexpr, parts: tl.constexpr, follows: tl.constexpr,
+    block_v: tl.constexpr, each: tl.constexpr, apart: tl.constexpr, follows: tl.constexpr,
 ):  # fmt: skip
     """Changes are divided by the length of their keys, which are recorded as they are.
 
@@ -291,9 +292,9 @@ def _say(
     opened = _brought(z + start * z_stride + head * dv + vs, z_stride, last, in_value, each)
     of_a = _brought(a + start * a_stride + head, a_stride, last, True, each)
     of_b = _brought(b + start * b_stride + head, b_stride, last, True, each)
-    saw += (row.to(tl.int64) * heads + head) * (parts * 2 * each * dv) + vs
-    seen = _summed(saw, last, in_value, dv, each, parts)
-    heard = _summed(saw + each * dv, last, in_value, dv, each, parts)
+    saw += (row.to(tl.int64) * heads + head) * (apart * 2 * each * dv) + vs
+    seen = _summed(saw, last, in_value, dv, each, apart)
+    heard = _summed(saw + each * dv, last, in_value, dv, each, apart)
     keys += record * k_step + head // group * dk + ks
     decays += record * heads + head
     changes += (record * heads + head) * dv + vs
@@ -367,6 +368,6 @@ def advance_late(
         q, k, v, a, b, z, seen, out, *kept, rows.start, rows.tokens, owed.record, layer.rate, layer.dt_bias, layer.norm,
         layer.eps, dk**-0.5, q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), z.stride(0),
         heads=heads, group=heads // k_heads, dk=dk, dv=dv, block_k=triton.next_power_of_2(dk),
-        block_v=triton.next_power_of_2(dv), each=each, parts=apart, num_warps=1, **passing,
+        block_v=triton.next_power_of_2(dv), each=each, apart=apart, num_warps=1, **passing,
     )  # fmt: skip
     return out
