@@ -49,28 +49,25 @@ def made() -> tuple[torch.Tensor, ...]:
     return a.to(DEVICE), torch.randn(8, 8).half().float().to(DEVICE), to.to(DEVICE)
 
 
-@pytest.mark.parametrize("stand_in", [False, True])
-def test_products(stand_in, monkeypatch):
-    if stand_in:
-        if not INTERPRETED:
-            pytest.skip("nothing stands for what the device does")
-        for name in ("parts", "add_product"):
-            monkeypatch.setattr(f"{__name__}.{name}", warp.FASTER[name])
+@pytest.fixture(params=[False, True], ids=["units", "stand-in"], autouse=True)
+def stand_in(request, monkeypatch) -> None:
+    """What is tested; or what stands for it, where there is an interpreter that needs it."""
+    if request.param and not INTERPRETED:
+        pytest.skip("nothing stands for what the device does")
+    for name, faster in warp.FASTER.items() if request.param else ():
+        monkeypatch.setattr(f"{__name__}.{name}", faster)
+
+
+def test_products():
     a, b, to = made()
     out, again = (torch.full((16, 8), torch.nan, device=DEVICE) for _ in range(2))
     _products[1,](a, b, to, out, again, ptx=has_ptx(a.device), num_warps=1)
     want = to.double() + a.double() @ b.double()
     torch.testing.assert_close(out.double(), want, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(again.double(), want @ b.double(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(again.double(), want @ b.double(), rtol=1e-2, atol=1e-2)  # a factor of 11 bits
 
 
-@pytest.mark.parametrize("stand_in", [False, True])
-def test_columns(stand_in, monkeypatch):
-    if stand_in:
-        if not INTERPRETED:
-            pytest.skip("nothing stands for what the device does")
-        for name in ("four", "beside"):
-            monkeypatch.setattr(f"{__name__}.{name}", warp.FASTER[name])
+def test_columns():
     x, out = torch.randn(32, 4, device=DEVICE), torch.full((32, 4), torch.nan, device=DEVICE)
     _columns[1,](x, out, num_warps=1)
     torch.testing.assert_close(out, x + torch.arange(1.0, 5, device=DEVICE))
