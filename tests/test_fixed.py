@@ -321,5 +321,5 @@ def test_buckets():
     assert [bucket(rows) for rows in (1, 2, 3, 5, 7, 9, 12, 13, 17, 24, 25, 33, 64)] == [
         1, 2, 4, 6, 8, 12, 12, 16, 24, 24, 32, 48, 64,
     ]  # fmt: skip
-    assert [bucket(rows, 5) for rows in (1, 33, 64, 70, 96)] == [1, 48, 66, 102, 102]  # of up to 256 tokens, 328, 512
+    assert [bucket(rows, 5) for rows in (1, 33, 64, 70, 96)] == [1, 48, 64, 102, 102]  # of up to 320 tokens, 512
     assert all(rows <= bucket(rows, each) for rows in range(1, 257) for each in EACH)

@@ -117,3 +117,10 @@ def test_ci_runs_the_checks_and_the_command_of_the_readme():
     script = (ROOT / ".ci" / "run").read_text().splitlines()
     made = [line for line in script if line.startswith("make ")]
     assert made == ["make check", readme_commands()[1]]
+
+
+def test_all_that_is_not_python_is_packaged():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["bough"]
+    files = {path for path in (ROOT / "bough").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    packaged = {path for pattern in listed for path in (ROOT / "bough").glob(pattern)}
+    assert {path for path in files if path.suffix != ".py"} == packaged

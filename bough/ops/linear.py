@@ -51,7 +51,9 @@ def linear(x: Input, weight: Weight, bias: Tensor | None = None) -> Tensor:
             return F.linear(x, weight, bias)
         finally:
             onednn.enabled = True
-    return F.linear(x, weight, bias)
+    fast = twins(x)
+    product: Tensor = F.linear(x, weight, bias) if fast is None else fast.product(x, weight, bias)
+    return product
 
 
 def later(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Addend:
@@ -79,6 +81,11 @@ def gated_linear(x: Input, weight: Weight, bias: Tensor | None, activation: Acti
     if fast is not None and activation in fast.ACTIVATIONS:
         gated_rows: Tensor = fast.gated_rows(x, weight, activation)
         return gated_rows
+    x = made(x)
+    own = None if bias is not None or not isinstance(weight, Tensor) else twins(x)
+    done: Tensor | None = None if own is None else own.wide(x, weight, activation)
+    if done is not None:
+        return done
     gate, up = linear(x, weight, bias).chunk(2, -1)
     return gated(gate, up, activation)
 

@@ -5,7 +5,9 @@ from functools import cache
 from math import ceil, sqrt
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 FEW = 9  # new tokens of a row, up to which its queries are answered together
 SPAN = 64  # keys that are worth a program of their own; spans begin at multiples of it
@@ -32,17 +34,26 @@ def divided(counts: Sequence[int], history: Sequence[int], window: int | None, p
     keys = [before + count if 0 < count <= FEW else 0 for before, count in zip(history, counts, strict=True)]
     if window is not None:
         keys = [n and n - max(0, h - window + 1) // SPAN * SPAN for n, h in zip(keys, history, strict=True)]
-    joins, late = (
-        (JOIN, SPAN) if joined_apart(len(keys)) else (JOIN * max([n for n in counts if n <= FEW], default=0), 0)
-    )
-    weights = [n and n + late for n in keys] if late else keys
-    least = max(1, sum(weights) / programs, sqrt(joins * max(weights, default=0)))
-    size = ceil(least / SPAN) * SPAN
+    if not joined_apart(len(keys)):
+        shared = shared_out(np.array(keys), max([n for n in counts if n <= FEW], default=0), programs)
+        return Division(*[each.tolist() for each in shared])
+    weights = [n and n + SPAN for n in keys]
+    size = _span(sum(weights), max(weights, default=0), JOIN, programs)
     rest = size // REST  # in whole numbers, which every step counts with for each row
-    used = [-((rest - n) // size) or 1 if n else 0 for n in weights]
-    if late:
-        used = [min(spans, -(-n // SPAN)) for spans, n in zip(used, keys, strict=True)]
+    used = [min(-((rest - n) // size) or 1, -(-few // SPAN)) if n else 0 for n, few in zip(weights, keys, strict=True)]
     return Division(used, [row for row, spans in enumerate(used) for _ in range(spans)])
+
+
+def shared_out(keys: NDArray[np.int64], most: int, programs: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The same as arrays for more rows than are joined apart, by their keys; they have up to `most` new tokens."""
+    size = _span(int(keys.sum()), int(keys.max()), JOIN * most, programs)
+    used = np.maximum(-((size // REST - keys) // size), keys > 0)
+    return used, np.arange(len(keys)).repeat(used)
+
+
+def _span(total: int, longest: int, joins: int, programs: int) -> int:
+    """How many keys the spans of rows with so many of them shall have."""
+    return ceil(max(1, total / programs, sqrt(joins * longest)) / SPAN) * SPAN
 
 
 def joined_apart(rows: int) -> bool:

@@ -45,7 +45,7 @@ class Fixed:
     def __init__(self, pool: Pool, rows: int, each: int, context: int) -> None:
         self.pool, self.rows, self.each = pool, rows, each
         self._windows = {unit: _window(pool, unit) for unit in pool.page_stores}
-        self._programs = {unit: programs(pool.device, _kv_heads(pool, unit), rows) for unit in pool.page_stores}
+        self.programs = {unit: programs(pool.device, _kv_heads(pool, unit), rows) for unit in pool.page_stores}
         self._at: dict[str, slice] = {}
         self._end = 0
         for name, size in self._sizes():
@@ -59,6 +59,7 @@ class Fixed:
         self._numbers[: self._end] = torch.from_numpy(self._blank)
         self._used = self._end  # numbers that the last step had
         self._unsent: _Unsent | None = None
+        self._is_prepared = False  # for a step to come, which has written there
         self.tokens, self.positions = self._view("token"), self._view("position")
         self.short = ShortRows(*(self._view(name) for name in ("start", "tokens", "read", "write")))
 
@@ -68,7 +69,7 @@ class Fixed:
         yield from ((f"{name} {unit}", self.rows) for unit in units for name in OF_PAGES)
         yield from ((name, self.rows * self.each) for name in PER_TOKEN)
         yield from ((f"page {unit}", self.rows * self.each) for unit in units)
-        yield from ((f"row {unit}", most_spans(self.rows, self._programs[unit])) for unit in units)
+        yield from ((f"row {unit}", most_spans(self.rows, self.programs[unit])) for unit in units)
 
     def _without_rows(self) -> NDArray[np.int32]:
         blank = np.zeros(self._end, np.int32)
@@ -118,7 +119,7 @@ class Fixed:
         written, spans, tables = list[Values](), list[Values](), list[Ids]()
         for unit in self.pool.page_stores:
             pages, offset = numbers.pages(unit)
-            parts = divided(counts, history, self._windows[unit], self._programs[unit])
+            parts = divided(counts, history, self._windows[unit], self.programs[unit])
             by_row += [[at + end for at in offset], [0, *accumulate(parts.used[:-1])], parts.used]
             written.append(numbers.written(unit))
             spans.append(parts.row)
@@ -128,16 +129,14 @@ class Fixed:
         if step.given is not None:
             self.tokens[: step.rows.total].copy_(step.given)
 
-    def fill_steady(self, rows: Steady, places: Sequence[Place], given: Tensor | None) -> None:
+    def fill_steady(self, rows: Steady) -> None:
         """The same for a steady step."""
         counts, ids = rows.counts, [run.ids for run in rows.runs]
-        parts = divided(counts, rows.history, None, self._programs[rows.unit])
+        parts = divided(counts, rows.history, None, self.programs[rows.unit])
         by_row: list[Sequence[int]] = [[0, *accumulate(counts[:-1])], counts, rows.history, rows.slots]
-        by_row += [[NONE] * len(counts) if rows.drafted else rows.slots, *zip(*places, strict=True)]
+        by_row += [[NONE] * len(counts) if rows.drafted else rows.slots, *zip(*rows.places, strict=True)]
         by_row += [[0, *accumulate(map(len, ids[:-1]))], [0, *accumulate(parts.used[:-1])], parts.used]
         self._send(by_row, [rows.tokens, *self._where(rows), parts.row], ids)
-        if given is not None:
-            self.tokens[: len(rows.tokens)].copy_(given)
 
     def _where(self, rows: Steady) -> tuple[Values, Values, Values]:
         """The position of each token, its place in its page, and that page. One row takes longer with arrays."""
@@ -159,7 +158,9 @@ class Fixed:
         unsent, self._unsent = self._unsent, None  # whatever becomes of it
         if unsent is None or len(unsent.packed) < self._used:
             unsent = self._buffer()
-        packed = unsent.packed
+        elif self._is_prepared:
+            unsent.packed[: self._end] = self._blank
+        packed, self._is_prepared = unsent.packed, False
         unsent.by_row[:, : len(by_row[0])] = by_row
         for start, values in zip(self._starts, others, strict=True):
             packed[start : start + len(values)] = values
@@ -169,7 +170,26 @@ class Fixed:
 
     def make_ready(self) -> None:
         """Have a buffer for the next numbers, while the device is at work on those that were sent."""
-        self._unsent = self._buffer()
+        self._unsent, self._is_prepared = self._buffer(), False
+
+    def prepare(self, unit: int, rows: int, tokens: int, pages: int) -> dict[str, NDArray[np.int32]] | None:
+        """The same for a step of so many rows of one page group and no more tokens and pages: where its numbers go."""
+        if self._end + pages > len(self._numbers):
+            return None
+        self._used = self._end + pages
+        self._unsent, self._is_prepared = self._buffer(), True
+        packed, at = self._unsent.packed, self._at
+        made = {name: packed[at[name].start :][:rows] for name in PER_ROW}
+        made |= {name: packed[at[f"{name} {unit}"].start :][:rows] for name in OF_PAGES}
+        made |= {name: packed[at[name].start :][:tokens] for name in PER_TOKEN}
+        made |= {"page": packed[at[f"page {unit}"].start :][:tokens], "row": packed[at[f"row {unit}"]]}
+        return made | {"pages": packed[self._end : self._used]}
+
+    def send_prepared(self) -> None:
+        unsent, self._unsent, self._is_prepared = self._unsent, None, False
+        assert unsent is not None
+        self._used = len(unsent.packed)
+        unsent.target.copy_(unsent.buffer, non_blocking=True)
 
     def _buffer(self) -> _Unsent:
         """One for the pages that were used last, and one more of each row."""

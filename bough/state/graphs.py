@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bough.ops.spans import FEW
+from bough.state.ahead import MANY, Ahead
 from bough.state.fixed import Fixed
 from bough.state.pool import Pool
 from bough.state.recordings import Journal, Recordings
@@ -24,9 +25,7 @@ MOST = 256  # rows
 EACH = (1, 2, 3, 5, FEW)  # tokens of a row that steps are captured for
 CAPTURED = [next(each for each in EACH if each >= most) for most in range(FEW + 1)]  # by the tokens of the longest row
 LEFT = 1 << 30  # bytes that are left to what is not captured
-# Tokens of which a library's products are made well, where there are many: up to FULL, or whole tiles. (Gate and up of
-# the 4 B shape take cuBLAS 69 µs for 320 tokens, and 50 for 328.)
-FULL, TILE = 328, 128
+FULL, TILE = 320, 128  # tokens: more than FULL are whole tiles, of which a library's products are made well
 ROOM = 8  # rows that there is room to record for, at the least
 Shape = tuple[int, int, str]  # rows, tokens of each, and which parts of slots are recorded: all, the late ones, none
 Compute = Callable[[Step, Tensor | None], tuple[Tensor, Tensor]]  # of a step, and rows that come with its tokens
@@ -67,22 +66,27 @@ class Captured:
                     state.condition = "broken"
                 raise
 
-    def replay_steady(self, rows: Steady, given: Tensor | None) -> None:
-        """Do a steady step, of which all is recorded or what is late."""
+    def replay_steady(self, rows: Steady | Ahead, given: Tensor | None) -> Ahead | None:
+        """Do a steady step, of which all is recorded or what is late; and make the same ready for the next tokens."""
         assert self.journal is not None and self.into is not None
-        places = self.journal.places(self.into, rows.states, rows.counts, rows.slots, rows.slots)
-        rows.take()
+        rows.take(self.journal, self.into)
+        launched = False
         try:
-            self.fixed.fill_steady(rows, places, given)
-            for state in rows.states:  # if it breaks off from here on, nobody knows whether slots were stored
-                state.condition = "broken"
+            rows.fill(self.fixed)
+            if given is not None:
+                self.fixed.tokens[: rows.total].copy_(given)
+            launched = True
             self.graph.replay()
-            after = self.journal.took(rows.states, rows.counts, places)
+            rows.finish(self.journal)
+            if len(rows.states) >= MANY:
+                return Ahead(self.fixed, self.journal, self.into, rows.states, rows.counts)
             self.fixed.make_ready()
         except BaseException:
             rows.abort()
+            for state in rows.states if launched else ():  # nobody knows whether slots were stored
+                state.condition = "broken"
             raise
-        rows.finish(self.journal, after)
+        return None
 
 
 def settle(step: Step) -> None:
@@ -101,6 +105,7 @@ class Graphs:
         self.pool, self.compute, self.context = pool, compute, context
         self._journal, self._recordable = Journal(pool), pool.max_running
         self._captured: dict[Shape, Captured | None] = {}
+        self._ahead: tuple[Captured, Ahead] | None = None  # the step that is likely to follow
         self._memory = torch.cuda.graph_pool_handle() if pool.device.type == "cuda" else None
 
     def __call__(self, step: Step, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -113,21 +118,30 @@ class Graphs:
         total = step.rows.total
         if captured.rows is not None and rows is not None:
             captured.rows[:total].copy_(rows)
+        self._ahead = None
         captured.replay(step)
         return captured.hidden[:total], captured.logits[:total]
 
     def steady(self, batch: Batch, given: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
         """Feed states their tokens, if the step is steady and a graph records it: hidden rows and logits, or None."""
+        planned = self._planned(batch)
+        if planned is None:
+            return None
+        captured, rows = planned
+        ahead = captured.replay_steady(rows, given)
+        self._ahead = None if ahead is None else (captured, ahead)
+        return captured.hidden[: rows.total], captured.logits[: rows.total]
+
+    def _planned(self, batch: Batch) -> tuple[Captured, Steady | Ahead] | None:
+        ahead, self._ahead = self._ahead, None  # whatever becomes of it
+        if ahead is not None and ahead[1].is_of(batch):
+            return ahead
         rows = None if self._memory is None or len(batch) > MOST else steady(self.pool, batch)
         shape = None if rows is None else self._shape(rows.counts, recorded=rows.drafted)
         if rows is None or shape is None or shape[2] == "none":
             return None
         captured = self._captured_for(shape, None)
-        if captured is None:
-            return None
-        captured.replay_steady(rows, given)
-        total = len(rows.tokens)
-        return captured.hidden[:total], captured.logits[:total]
+        return None if captured is None else (captured, rows)
 
     def _takes(self, step: Step) -> bool:
         counts = step.rows.counts
@@ -186,7 +200,7 @@ class Graphs:
         if any(recorded != "none" for _, _, recorded in self._captured):
             torch.cuda.synchronize(self.pool.device)  # nothing of it may be under way
         self._captured = {shape: each for shape, each in self._captured.items() if shape[2] == "none"}
-        self._journal = Journal(self.pool, states)
+        self._journal, self._ahead = Journal(self.pool, states), None
 
     def _capture(self, shape: Shape, like: Tensor | None) -> Captured:
         rows, each, _ = shape
@@ -212,11 +226,9 @@ class Graphs:
 def bucket(rows: int, each: int = 1) -> int:
     """The least number of rows that is captured and holds so many: powers of two, and halves between them.
 
-    Of more than two tiles of tokens it is as many as a library's products are made well of.
+    Of many tokens it is as many as a library's products are made well of.
     """
     power = 1 << (rows - 1).bit_length()
     least = power * 3 // 4 if power >= 8 and rows <= power * 3 // 4 else power
     tokens = least * each
-    if tokens <= 2 * TILE:
-        return least
-    return -(-FULL // each) if tokens <= FULL else -(-tokens // TILE) * TILE // each
+    return least if tokens <= FULL else -(-tokens // TILE) * TILE // each

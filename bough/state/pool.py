@@ -82,6 +82,7 @@ class Pool:
         self._free_slabs = self.arena.free
         self.stores = tuple(Store(unit, self.arena.data, layout.slab_bytes, self._free_slabs) for unit in layout.units)
         self.page_stores = tuple(i for i, store in enumerate(self.stores) if store.unit.is_page)
+        self.has_windows = any(self.stores[i].unit.reach is not None for i in self.page_stores)
         slots = [i for i, store in enumerate(self.stores) if not store.unit.is_page]
         self.slot_store = slots[0] if slots else None
         self.states: set[Running] = set()

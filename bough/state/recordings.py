@@ -16,9 +16,12 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from bough.ops.ragged import OWED, Recording, Replayed, ReplayedRow
 from bough.state.kinds import Replay, SlotPart
 from bough.state.pool import Pool
+from bough.state.store import Ids
 
 if TYPE_CHECKING:
     from bough.state.live import State
@@ -129,7 +132,7 @@ class Journal:
 
         All else that they owe is settled.
         """
-        stretches, whole, late, places = self._stretches_of(states), self.all, self.late, []
+        stretches, whole, late, places = self.stretches_of(states), self.all, self.late, []
         for state, first, count, slot, to in zip(states, stretches, counts, read, write, strict=True):
             owes = state.owes
             if owes is not late and owes is not into and owes is not None:
@@ -156,7 +159,24 @@ class Journal:
             after.append((start, owed + count) if stays else (record, count))
         return after
 
-    def _stretches_of(self, states: Sequence["State"]) -> list[int]:
+    def took_many(self, places: tuple[Ids | int, ...], counts: Ids) -> list[tuple[int, int]]:
+        """The same of the places of many, of whom each owes something. Their states are as before."""
+        start, record, _, _, owed, keep = places
+        stays = np.equal(keep, NONE)
+        at, many = np.where(stays, start, record), np.where(stays, owed, 0) + counts
+        return list(zip(at.tolist(), many.tolist(), strict=True))
+
+    def places_of_many(
+        self, into: Recordings, stretches: Ids, slots: Ids, start: Ids, owed: Ids, counts: Ids
+    ) -> tuple[Ids | int, ...]:
+        """The places of states that owe `into` alone, from where on and how much, and go on in their slots."""
+        stores = owed + counts > OWED
+        record = np.where(stores, stretches + OWED * (start == stretches), start + owed)
+        keep = np.where(stores, slots, NONE)
+        early = (owed, keep) if into is self.all else (0, NONE)
+        return start, record, *early, owed, keep
+
+    def stretches_of(self, states: Sequence["State"]) -> list[int]:
         """Where that of each begins."""
         if lacking := [state for state in states if state not in self._stretches]:
             self._give_stretches(lacking, states)

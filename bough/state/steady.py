@@ -20,7 +20,8 @@ from bough.state.pool import Pool
 from bough.state.store import EMPTY, Run
 
 if TYPE_CHECKING:
-    from bough.state.recordings import Journal
+    from bough.state.fixed import Fixed
+    from bough.state.recordings import Journal, Place, Recordings
 
 Batch = Sequence[tuple[State, Sequence[int]]]
 
@@ -41,14 +42,20 @@ class Steady:
         self.across: list[tuple[int, list[int]]] = []  # of rows that get pages: their first token, the page of each
         self._growing: list[tuple[int, int, int]] = []  # these rows, how many pages, their first token
         self._taken = EMPTY.ids
+        self.places: list[Place] = []
+
+    @property
+    def total(self) -> int:
+        return len(self.tokens)
 
     @property
     def drafted(self) -> bool:
         """Whether its states are in transactions."""
         return self.condition == "in a transaction"
 
-    def take(self) -> None:
-        """Take the pages that are missing, or raise PoolFull."""
+    def take(self, journal: "Journal", into: "Recordings") -> None:
+        """Take the pages that are missing, or raise PoolFull. What it records goes into a journal, or a part of it."""
+        self.places = journal.places(into, self.states, self.counts, self.slots, self.slots)
         if not self._growing:
             return
         size, needs = self.pool.layout.page_tokens, [0] * len(self.pool.stores)
@@ -60,12 +67,18 @@ class Steady:
             written = [run.last, *new.tolist()] if inside else new.tolist()
             self.across.append((start, [written[at // size] for at in range(inside, inside + self.counts[row])]))
 
-    def finish(self, journal: "Journal", after: Sequence[tuple[int, int]]) -> None:
+    def fill(self, fixed: "Fixed") -> None:
+        """Send its numbers."""
+        fixed.fill_steady(self)
+
+    def finish(self, journal: "Journal") -> None:
         """The forward is done, and has recorded in a journal: every state, or its transaction, is told."""
+        after = journal.took(self.states, self.counts, self.places)
         size, fill = self.pool.layout.page_tokens, self.pool.stores[self.unit].fill
         for row, pages, _ in self._growing:
             self.states[row].runs[self.unit] = self.runs[row]
             fill[self.runs[row].ids[-pages - 1 :]] = size
+        self._taken = EMPTY.ids
         by_row = zip(self.states, self.runs, self.history, self.counts, after, strict=True)
         for state, run, before, count, owed in by_row:
             fill[run.last] = (before + count - 1) % size + 1
@@ -74,10 +87,9 @@ class Steady:
             else:
                 state.length = state.known = before + count
                 state.owes, state.owed = journal.late, owed
-            state.condition = self.condition
 
     def abort(self) -> None:
-        """The forward did not happen: give the pages back."""
+        """The forward did not happen, or nobody knows: give the pages back that no state has yet."""
         self.pool.stores[self.unit].release(self._taken)
 
 

@@ -66,7 +66,8 @@ class Transaction:
         if state.condition != "broken":
             state.condition = "ready"
         state.length = state.known = state.length + count
-        state.trim()
+        if count != self.fed or pool.has_windows:  # else there is nothing to give back
+            state.trim()
         if not self.before + count or pool.slot_store is None:
             pool.release(pool.slot_reference(self.target))
             return

@@ -17,6 +17,8 @@ from bough.ops.triton.linear import few, few_rows, gated_rows, product_normed, p
 from bough.ops.triton.norm import norm, norm_after, rms_norm_gated
 from bough.ops.triton.quant import expanded
 from bough.ops.triton.replay import replay_conv, replay_delta
+from bough.ops.triton.spare import product
+from bough.ops.triton.wide import wide
 
 __all__ = [
     "ACTIVATIONS",
@@ -37,10 +39,12 @@ __all__ = [
     "norm",
     "norm_after",
     "place_heads",
+    "product",
     "product_normed",
     "projected_rows",
     "replay_conv",
     "replay_delta",
     "rms_norm_gated",
     "rotations",
+    "wide",
 ]

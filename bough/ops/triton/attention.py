@@ -26,6 +26,7 @@ from bough.ops.triton.follow import follow, following, lead
 from bough.ops.triton.numbers import number
 from bough.ops.triton.plan import on_device, shared_bytes
 from bough.ops.triton.prefill import ASIDE, CARRIED, attention_long
+from bough.ops.triton.spare import with_spare
 
 READ = 32768
 JOINED = 8192  # numbers of parts that are read at a time
@@ -266,7 +267,7 @@ def attention(
     gate: Tensor | None = None,
 ) -> Tensor:
     """The twin of ops.attention for stored pages and no masks."""
-    out = q.new_empty(*q.shape[:2], stored.v.shape[-1])
+    out = with_spare(q, (*q.shape[:2], stored.v.shape[-1]))
     long = tuple(row for row, count in enumerate(rows.counts) if count > FEW)
     if long:
         attention_long(q, rows, stored, long, out, scale=scale, window=window, softcap=softcap)

@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from bough.ops.norm import Norm
-from bough.ops.triton.follow import pass_on, passing_on
+from bough.ops.triton.follow import following, pass_on, passing_on
+from bough.ops.triton.spare import with_spare
 
 TILE = 1024  # elements that a program works on, if its row is not longer
 
@@ -87,11 +88,11 @@ def norm(x: Tensor, by: Norm) -> Tensor:
 def norm_after(x: Tensor, y: Tensor, by: Norm) -> tuple[Tensor, Tensor]:
     """The twin of ops.Norm.after for x and y [T, d]."""
     assert x.stride(-1) == y.stride(-1) == 1
-    total, out = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+    total, out = (with_spare(x, x.shape) for _ in range(2))
     (rows, width), block = x.shape, triton.next_power_of_2(x.shape[-1])
     _norm_after[(rows,)](
         x, y, by.weight, total, out, by.eps, x.stride(0), y.stride(0),
-        width=width, block=block, rounded=by.rounded, num_warps=warps(block), **passing_on(x.device, rows),
+        width=width, block=block, rounded=by.rounded, num_warps=warps(block), **following(x.device),
     )  # fmt: skip
     return total, out
 

@@ -24,6 +24,7 @@ from bough.ops.triton.codes import has_ptx
 from bough.ops.triton.follow import follow, lead, passing_on
 from bough.ops.triton.gates import gates_of, length_of
 from bough.ops.triton.numbers import number
+from bough.ops.triton.spare import with_spare
 from bough.ops.triton.units import LANES, add_product, beside, four, parts
 
 TURNS = tl.constexpr(OWED // 4)  # in which recorded tokens come, four at a time
@@ -357,7 +358,7 @@ def advance_late(
     assert states.stride()[1:] == (dk * dv, dv, 1) and a.stride(1) == b.stride(1) == z.stride(1) == 1
     slices, pieces = triton.cdiv(dv, COLUMNS), triton.cdiv(dk, PIECE)
     apart = pieces if passing["follows"] or heads * slices * count <= BUSY else 1
-    seen, out = v.new_empty(count, heads, apart, 2 * each, dv, dtype=torch.float32), v.new_empty(v.shape)
+    seen, out = v.new_empty(count, heads, apart, 2 * each, dv, dtype=torch.float32), with_spare(v, v.shape)
     to_q = (q.data_ptr() - k.data_ptr()) // k.element_size()
     _look[heads * slices, count, apart](
         k, to_q, seen, *kept, states, rows.start, rows.tokens, rows.read, owed.start, owed.tokens, owed.keep,

@@ -1,0 +1,113 @@
+"""Kernels in CUDA C++, for what Triton cannot say.
+
+They are compiled by the library that comes with torch, once for each shape; what comes of it is kept where Triton keeps
+its own.
+"""
+
+import ctypes
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.runtime import driver
+from triton.runtime.cache import get_cache_manager
+
+HOPPER = (9, 0)
+OVERLAPPING = 6  # the attribute of a launch that may begin while the one before it ends, as the driver numbers them
+
+
+@cache
+def able(device: torch.device) -> bool:
+    """Whether the device is of the kind that kernels are written for, and there is what compiles them."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
+        return False
+    try:
+        _compiler()
+    except OSError:
+        return False
+    return True
+
+
+def with_defined(name: str, defined: Mapping[str, object]) -> str:
+    """What is in a file, with these names defined before it."""
+    text = Path(__file__).with_name(f"{name}.cu").read_text()
+    return "".join(f"#define {each} {value}\n" for each, value in defined.items()) + text
+
+
+class Kernel:
+    """One of a source, with so many bytes of shared memory."""
+
+    def __init__(self, name: str, source: str, shared: int, device: torch.device) -> None:
+        kept = get_cache_manager(hashlib.sha256(f"{torch.version.cuda} {source}".encode()).hexdigest())
+        if (path := kept.get_file(f"{name}.cubin")) is None:
+            path = kept.put(compiled(source), f"{name}.cubin", binary=True)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._shared, self._device = shared, device
+        self._function = driver.active.utils.load_binary(name, Path(path).read_bytes(), shared, index)[1]
+
+    def launch(self, blocks: int, threads: int, told: Sequence[Any], *, overlaps: bool = False) -> None:
+        """On the current stream, told its arguments as C has them. It may begin before the launch before it ends, if it
+        waits for that itself."""
+        launch = _Launch(blocks, 1, 1, threads, 1, 1, self._shared)
+        launch.stream, attribute = torch.cuda.current_stream(self._device).cuda_stream, _Attribute(OVERLAPPING, 0, 1)
+        launch.attributes, launch.count = ctypes.pointer(attribute), int(overlaps)
+        places = (ctypes.c_void_p * len(told))(*map(ctypes.addressof, told))
+        expect(cuda().cuLaunchKernelEx(ctypes.byref(launch), ctypes.c_void_p(self._function), places, None))
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _Launch(ctypes.Structure):
+    """As the driver takes it: blocks, threads and bytes of shared memory first."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("x", "y", "z", "threads", "threads_y", "threads_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+def compiled(source: str) -> bytes:
+    compiler, program, size = _compiler(), ctypes.c_void_p(), ctypes.c_size_t()
+    options = (ctypes.c_char_p * 2)(b"--gpu-architecture=sm_90a", b"--std=c++17")
+    expect(compiler.nvrtcCreateProgram(ctypes.byref(program), source.encode(), None, 0, None, None))
+    if compiler.nvrtcCompileProgram(program, len(options), options):
+        compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        compiler.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"a kernel does not compile: {log.value.decode()}")
+    expect(compiler.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+    code = ctypes.create_string_buffer(size.value)
+    expect(compiler.nvrtcGetCUBIN(program, code))
+    compiler.nvrtcDestroyProgram(ctypes.byref(program))
+    return code.raw
+
+
+@cache
+def cuda() -> Any:
+    """The driver."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def _compiler() -> Any:
+    """Where the system finds it, or among the packages that torch comes with."""
+    name, packages = f"libnvrtc.so.{str(torch.version.cuda).split('.')[0]}", find_spec("nvidia")
+    folders = packages.submodule_search_locations if packages is not None else None
+    for place in (name, *(str(found) for folder in folders or () for found in Path(folder).glob(f"*/lib/{name}"))):
+        with suppress(OSError):
+            return ctypes.CDLL(place)
+    raise OSError(f"there is no {name}")
+
+
+def expect(code: int) -> None:
+    if code:
+        raise RuntimeError(f"a kernel could not be launched: error {code} of the driver")

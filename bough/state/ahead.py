@@ -1,0 +1,147 @@
+"""Ahead: the next step of many states, made ready while the device is at work on this one.
+
+Between two draft rounds the device waits for the host, and rounds of the same states, of as many tokens, follow one
+another. All that does not depend on how many of its tokens each keeps is written down before that is known: slots, the
+pages that there are, with room behind them for those that may come, where each row's tokens are. What is left is
+counted for all rows at once.
+
+Nobody has to say that something has become of a state meanwhile. All that could have is looked at before anything is
+done: where a state is not as it was left, but for what a commit of its tokens changes, the step is planned anew
+(steady.py). What becomes of it is the same either way, and tests hold one against the other.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
+
+import numpy as np
+
+from bough.ops.spans import shared_out
+from bough.state.fixed import Fixed
+from bough.state.live import State
+from bough.state.recordings import PLACE, Journal, Recordings
+from bough.state.steady import Batch
+from bough.state.step import tokens_of
+from bough.state.store import EMPTY, Run
+
+MANY = 6  # rows, from which on this takes less time than to plan them one by one
+_looked_at = attrgetter("length", "slot", "condition", "owes", "owed")
+
+
+class Ahead:
+    """A steady step of states that have just been in one, each to be fed as many tokens again."""
+
+    def __init__(
+        self, fixed: Fixed, journal: Journal, into: Recordings, states: Sequence[State], counts: Sequence[int]
+    ) -> None:
+        self.states, self.counts, self.condition = tuple(states), list(counts), states[0].condition
+        self._into, self._pool = into, fixed.pool
+        (self._unit,), self._size = self._pool.page_stores, self._pool.layout.page_tokens
+        self._slots, self._runs = tuple([state.slot for state in states]), [state.runs[self._unit] for state in states]
+        self._slot_ids, self._fed = np.array(self._slots), np.array(self.counts)
+        self._lasts, self._ends = np.array([(run.last, run.end) for run in self._runs]).T
+        self._stretches = np.array(journal.stretches_of(states))
+        self._row, self._from_first = tokens_of(tuple(counts))
+        rooms = self._ends + -(-self._fed // self._size)  # pages, with all that may come
+        self._at = rooms.cumsum() - rooms  # where those of each begin
+        self._taken, self._growing = EMPTY.ids, list[tuple[int, int, int]]()  # these rows, from which page on, how many
+        self._numbers = fixed.prepare(self._unit, len(states), len(self._row), int(rooms.sum()))
+        if self._numbers is not None:
+            self._numbers["start"][:], self._numbers["tokens"][:] = self._fed.cumsum() - self._fed, self._fed
+            self._numbers["read"][:], self._numbers["offset"][:] = self._slot_ids, self._at
+            if self.condition == "ready":
+                self._numbers["write"][:] = self._slot_ids
+            self._numbers["pages"][:] = self._pool.stores[self._unit].scratch
+            for row, run in enumerate(self._runs):
+                self._put(row, run)
+
+    @property
+    def total(self) -> int:
+        return len(self._row)
+
+    def _put(self, row: int, run: Run) -> None:
+        """Write down the pages of a row."""
+        assert self._numbers is not None
+        at = self._at.item(row)
+        self._numbers["pages"][at : at + run.end] = run.ids
+        self._runs[row], self._lasts[row], self._ends[row] = run, run.last, run.end
+
+    def is_of(self, batch: Batch) -> bool:
+        """Whether it is the step over these rows. Nothing changes yet."""
+        states, fed = zip(*batch, strict=True)
+        if self._numbers is None or states != self.states or [*map(len, fed)] != self.counts:
+            return False
+        lengths, slots, conditions, owes, owed = zip(*map(_looked_at, states), strict=True)
+        # Who still owes what was recorded was not fed since, is alone with its slot, and knows no more than its length:
+        # whoever changes any of that has it settled first.
+        rows = len(states)
+        if conditions.count(self.condition) != rows or owes.count(self._into) != rows or slots != self._slots:
+            return False
+        runs = [state.runs[self._unit] for state in states]
+        if runs != self._runs:  # commits have given pages back, or they were moved
+            for row, run in enumerate(runs):
+                if run is not self._runs[row]:
+                    self._put(row, run)
+        if self._pool.stores[self._unit].refs[self._lasts].max() > 1:
+            return False
+        self._history, self._tokens = np.array(lengths), fed
+        self._owed = np.fromiter(chain.from_iterable(owed), np.int64, 2 * rows).reshape(rows, 2).T
+        return True
+
+    def take(self, journal: Journal, into: Recordings) -> None:
+        """Take the pages that are missing, or raise PoolFull. What it records goes into a journal, or a part of it."""
+        start, owed = self._owed
+        self._places = journal.places_of_many(into, self._stretches, self._slot_ids, start, owed, self._fed)
+        lacking = -(-(self._history + self._fed) // self._size) - self._ends
+        rows = (lacking > 0).nonzero()[0]
+        if not len(rows):
+            return
+        needs, many = [0] * len(self._pool.stores), lacking[rows]
+        needs[self._unit] = int(many.sum())
+        self._taken = self._pool.take(needs)[self._unit]
+        self._growing = list(zip(rows.tolist(), self._ends[rows].tolist(), many.tolist(), strict=True))
+        assert self._numbers is not None
+        table, at = self._numbers["pages"], 0
+        for (_, _, pages), start in zip(self._growing, (self._at + self._ends)[rows].tolist(), strict=True):
+            table[start : start + pages] = self._taken[at : at + pages]
+            at += pages
+
+    def fill(self, fixed: Fixed) -> None:
+        """Send its numbers."""
+        into, history, fed = self._numbers, self._history, self._fed
+        assert into is not None
+        into["history"][:] = history
+        for name, values in zip(PLACE, self._places, strict=True):
+            into[name][:] = values
+        used, row = shared_out(history + fed, max(self.counts), fixed.programs[self._unit])
+        into["used"][:], into["first"][:], into["row"][: len(row)] = used, used.cumsum() - used, row
+        into["token"][:] = np.fromiter(chain.from_iterable(self._tokens), np.int32, len(self._row))
+        position = history[self._row] + self._from_first
+        number, inside = np.divmod(position, self._size)
+        into["position"][:], into["place"][:] = position, inside
+        into["page"][:] = into["pages"][self._at[self._row] + number]
+        fixed.send_prepared()
+
+    def finish(self, journal: Journal) -> None:
+        """The forward is done, and has recorded in a journal: every state, or its transaction, is told."""
+        fill, size, at = self._pool.stores[self._unit].fill, self._size, 0
+        for row, end, pages in self._growing:
+            run, new = self._runs[row], self._taken[at : at + pages]
+            grown = Run(run.first, np.concatenate([run.ids, new]))
+            self.states[row].runs[self._unit] = grown
+            fill[grown.ids[max(0, end - 1) :]] = size
+            self._lasts[row], at = grown.last, at + pages
+        self._taken = EMPTY.ids
+        fill[self._lasts] = (self._history + self._fed - 1) % size + 1
+        after = journal.took_many(self._places, self._fed)
+        for state, before, count, owed in zip(self.states, self._history.tolist(), self.counts, after, strict=True):
+            if state.transaction is not None:
+                state.owes = None
+                state.transaction.was_fed(count, journal.all, owed)
+            else:
+                state.length = state.known = before + count
+                state.owed = owed
+
+    def abort(self) -> None:
+        """The forward did not happen, or nobody knows: give the pages back that no state has yet."""
+        self._pool.stores[self._unit].release(self._taken)
