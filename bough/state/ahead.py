@@ -68,8 +68,10 @@ class Ahead:
 
     def is_of(self, batch: Batch) -> bool:
         """Whether it is the step over these rows. Nothing changes yet."""
+        if self._numbers is None or len(batch) != len(self.states):
+            return False
         states, fed = zip(*batch, strict=True)
-        if self._numbers is None or states != self.states or [*map(len, fed)] != self.counts:
+        if states != self.states or [*map(len, fed)] != self.counts:
             return False
         lengths, slots, conditions, owes, owed = zip(*map(_looked_at, states), strict=True)
         # Who still owes what was recorded was not fed since, is alone with its slot, and knows no more than its length:
