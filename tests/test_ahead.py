@@ -19,6 +19,7 @@ from bough.state.fixed import OF_PAGES, PER_ROW, PER_TOKEN, Fixed
 from bough.state.graphs import Captured, Shape
 from bough.state.live import State
 from bough.state.recordings import PLACE
+from bough.state.store import Run
 from bough.state.transaction import commit
 
 ROWS = 6
@@ -262,6 +263,26 @@ def test_a_step_that_breaks_off(both):
     for state in side.states[:2]:
         state.release()
     side.pool.check()
+
+
+def test_an_interruption_when_states_are_told_gives_no_page_back_twice(both, monkeypatch):
+    side, grown = both()[0], []
+    side.feed([0, 1], [[1] * 3, [2] * 3])
+    for _ in range(2):
+        side.feed([0, 1], [[1] * 4, [2] * 4])
+
+    def interrupted(*given) -> Run:
+        grown.append(given)
+        if len(grown) == 2:
+            raise KeyboardInterrupt
+        return Run(*given)
+
+    monkeypatch.setattr("bough.state.ahead.Run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        side.feed([0, 1], [[1] * 4, [2] * 4])
+    for state in side.states[:2]:
+        assert state.condition == "broken"
+        state.release()  # which would notice
 
 
 def test_rows_past_the_room_for_their_pages_are_planned_anew(both):

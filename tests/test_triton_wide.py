@@ -16,7 +16,7 @@ ROOM, PROCESSORS = 232_448, 132  # of a H200
 
 if INSTALLED:
     from bough.ops.triton import product, wide
-    from bough.ops.triton.native import able, compiled
+    from bough.ops.triton.native import able, compiled, kernel
     from bough.ops.triton.spare import BAD, GOOD, OUTPUTS, with_spare
     from bough.ops.triton.wide import cut
 
@@ -122,3 +122,12 @@ def test_rows_to_spare(device):
     strided = torch.randn(328, 8, device=device)[:320, :4]
     torch.testing.assert_close(product(strided, weight, None), F.linear(strided, weight))
     assert len(product(with_spare(like, (320, 1)).normal_(), torch.zeros(OUTPUTS + 1, 1, device=device), None)) == 320
+
+
+def test_a_kernel_that_cannot_be_made_is_done_without(monkeypatch, caplog):
+    def made(*given):
+        raise RuntimeError("it could not be compiled: no")
+
+    monkeypatch.setattr("bough.ops.triton.native.Kernel", made)
+    assert kernel("wide", "", 0, torch.device("cpu")) is None
+    assert "a kernel (wide) is not used, and steps take longer: it could not be compiled: no" in caplog.text

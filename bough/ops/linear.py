@@ -81,8 +81,7 @@ def gated_linear(x: Input, weight: Weight, bias: Tensor | None, activation: Acti
     if fast is not None and activation in fast.ACTIVATIONS:
         gated_rows: Tensor = fast.gated_rows(x, weight, activation)
         return gated_rows
-    x = made(x)
-    own = None if bias is not None or not isinstance(weight, Tensor) else twins(x)
+    own = twins(x) if bias is None and isinstance(x, Tensor) and isinstance(weight, Tensor) else None
     done: Tensor | None = None if own is None else own.wide(x, weight, activation)
     if done is not None:
         return done

@@ -45,15 +45,17 @@ class Ahead:
         rooms = self._ends + -(-self._fed // self._size)  # pages, with all that may come
         self._at = rooms.cumsum() - rooms  # where those of each begin
         self._taken, self._growing = EMPTY.ids, list[tuple[int, int, int]]()  # these rows, from which page on, how many
-        self._numbers = fixed.prepare(self._unit, len(states), len(self._row), int(rooms.sum()))
-        if self._numbers is not None:
-            self._numbers["start"][:], self._numbers["tokens"][:] = self._fed.cumsum() - self._fed, self._fed
-            self._numbers["read"][:], self._numbers["offset"][:] = self._slot_ids, self._at
-            if self.condition == "ready":
-                self._numbers["write"][:] = self._slot_ids
-            self._numbers["pages"][:] = self._pool.stores[self._unit].scratch
-            for row, run in enumerate(self._runs):
-                self._put(row, run)
+        self._prepared = fixed.prepare(self._unit, len(states), len(self._row), int(rooms.sum()))
+        if self._prepared is None:
+            return
+        self._numbers = self._prepared.numbers
+        self._numbers["start"][:], self._numbers["tokens"][:] = self._fed.cumsum() - self._fed, self._fed
+        self._numbers["read"][:], self._numbers["offset"][:] = self._slot_ids, self._at
+        if self.condition == "ready":
+            self._numbers["write"][:] = self._slot_ids
+        self._numbers["pages"][:] = self._pool.stores[self._unit].scratch
+        for row, run in enumerate(self._runs):
+            self._put(row, run)
 
     @property
     def total(self) -> int:
@@ -61,14 +63,13 @@ class Ahead:
 
     def _put(self, row: int, run: Run) -> None:
         """Write down the pages of a row."""
-        assert self._numbers is not None
         at = self._at.item(row)
         self._numbers["pages"][at : at + run.end] = run.ids
         self._runs[row], self._lasts[row], self._ends[row] = run, run.last, run.end
 
     def is_of(self, batch: Batch) -> bool:
         """Whether it is the step over these rows. Nothing changes yet."""
-        if self._numbers is None or len(batch) != len(self.states):
+        if self._prepared is None or len(batch) != len(self.states):
             return False
         states, fed = zip(*batch, strict=True)
         if states != self.states or [*map(len, fed)] != self.counts:
@@ -102,7 +103,6 @@ class Ahead:
         needs[self._unit] = int(many.sum())
         self._taken = self._pool.take(needs)[self._unit]
         self._growing = list(zip(rows.tolist(), self._ends[rows].tolist(), many.tolist(), strict=True))
-        assert self._numbers is not None
         table, at = self._numbers["pages"], 0
         for (_, _, pages), start in zip(self._growing, (self._at + self._ends)[rows].tolist(), strict=True):
             table[start : start + pages] = self._taken[at : at + pages]
@@ -111,7 +111,6 @@ class Ahead:
     def fill(self, fixed: Fixed) -> None:
         """Send its numbers."""
         into, history, fed = self._numbers, self._history, self._fed
-        assert into is not None
         into["history"][:] = history
         for name, values in zip(PLACE, self._places, strict=True):
             into[name][:] = values
@@ -122,18 +121,19 @@ class Ahead:
         number, inside = np.divmod(position, self._size)
         into["position"][:], into["place"][:] = position, inside
         into["page"][:] = into["pages"][self._at[self._row] + number]
-        fixed.send_prepared()
+        assert self._prepared is not None
+        self._prepared.unsent.send()
 
     def finish(self, journal: Journal) -> None:
         """The forward is done, and has recorded in a journal: every state, or its transaction, is told."""
         fill, size, at = self._pool.stores[self._unit].fill, self._size, 0
+        taken, self._taken = self._taken, EMPTY.ids  # the states have them, if not all yet
         for row, end, pages in self._growing:
-            run, new = self._runs[row], self._taken[at : at + pages]
+            run, new = self._runs[row], taken[at : at + pages]
             grown = Run(run.first, np.concatenate([run.ids, new]))
             self.states[row].runs[self._unit] = grown
             fill[grown.ids[max(0, end - 1) :]] = size
             self._lasts[row], at = grown.last, at + pages
-        self._taken = EMPTY.ids
         fill[self._lasts] = (self._history + self._fed - 1) % size + 1
         after = journal.took_many(self._places, self._fed)
         for state, before, count, owed in zip(self.states, self._history.tolist(), self.counts, after, strict=True):

@@ -38,6 +38,17 @@ class _Unsent(NamedTuple):
     packed: NDArray[np.int32]  # the buffer
     by_row: NDArray[np.int32]  # [.., rows]: its beginning
 
+    def send(self) -> None:
+        """Nobody waits for it."""
+        self.target.copy_(self.buffer, non_blocking=True)
+
+
+class Prepared(NamedTuple):
+    """Such room for a step to come, and where in it each of its numbers goes."""
+
+    unsent: _Unsent
+    numbers: dict[str, NDArray[np.int32]]
+
 
 class Fixed:
     """Room for the numbers of `rows` rows of up to `each` tokens, of a context each."""
@@ -57,9 +68,8 @@ class Fixed:
         with torch.inference_mode(mode=False):  # or they could be written in that mode alone
             self._numbers = torch.zeros(self._end + pages, dtype=torch.int32, device=pool.device)
         self._numbers[: self._end] = torch.from_numpy(self._blank)
-        self._used = self._end  # numbers that the last step had
+        self._used = self._end  # numbers that the last step had which was not prepared
         self._unsent: _Unsent | None = None
-        self._is_prepared = False  # for a step to come, which has written there
         self.tokens, self.positions = self._view("token"), self._view("position")
         self.short = ShortRows(*(self._view(name) for name in ("start", "tokens", "read", "write")))
 
@@ -157,43 +167,35 @@ class Fixed:
         self._used = self._end + sum(map(len, ids))
         unsent, self._unsent = self._unsent, None  # whatever becomes of it
         if unsent is None or len(unsent.packed) < self._used:
-            unsent = self._buffer()
-        elif self._is_prepared:
-            unsent.packed[: self._end] = self._blank
-        packed, self._is_prepared = unsent.packed, False
+            unsent = self._buffer(self._used)
+        packed = unsent.packed
         unsent.by_row[:, : len(by_row[0])] = by_row
         for start, values in zip(self._starts, others, strict=True):
             packed[start : start + len(values)] = values
         if ids:
             np.concatenate(ids, out=packed[self._end : self._used], casting="unsafe")
-        unsent.target.copy_(unsent.buffer, non_blocking=True)
+        unsent.send()
 
     def make_ready(self) -> None:
-        """Have a buffer for the next numbers, while the device is at work on those that were sent."""
-        self._unsent, self._is_prepared = self._buffer(), False
+        """Have a buffer for the next numbers, while the device is at work on those that were sent.
 
-    def prepare(self, unit: int, rows: int, tokens: int, pages: int) -> dict[str, NDArray[np.int32]] | None:
-        """The same for a step of so many rows of one page group and no more tokens and pages: where its numbers go."""
+        It is for the pages that were used last, and one more of each row.
+        """
+        self._unsent = self._buffer(min(self._used + len(self.pool.page_stores) * self.rows, len(self._numbers)))
+
+    def prepare(self, unit: int, rows: int, tokens: int, pages: int) -> Prepared | None:
+        """The same for a step of so many rows of one page group, so many tokens and pages, if there is room for it."""
         if self._end + pages > len(self._numbers):
             return None
-        self._used = self._end + pages
-        self._unsent, self._is_prepared = self._buffer(), True
-        packed, at = self._unsent.packed, self._at
+        unsent, at = self._buffer(self._end + pages), self._at
+        packed = unsent.packed
         made = {name: packed[at[name].start :][:rows] for name in PER_ROW}
         made |= {name: packed[at[f"{name} {unit}"].start :][:rows] for name in OF_PAGES}
         made |= {name: packed[at[name].start :][:tokens] for name in PER_TOKEN}
         made |= {"page": packed[at[f"page {unit}"].start :][:tokens], "row": packed[at[f"row {unit}"]]}
-        return made | {"pages": packed[self._end : self._used]}
+        return Prepared(unsent, made | {"pages": packed[self._end :]})
 
-    def send_prepared(self) -> None:
-        unsent, self._unsent, self._is_prepared = self._unsent, None, False
-        assert unsent is not None
-        self._used = len(unsent.packed)
-        unsent.target.copy_(unsent.buffer, non_blocking=True)
-
-    def _buffer(self) -> _Unsent:
-        """One for the pages that were used last, and one more of each row."""
-        size = min(self._used + len(self.pool.page_stores) * self.rows, len(self._numbers))
+    def _buffer(self, size: int) -> _Unsent:
         buffer = torch.empty(size, dtype=torch.int32, pin_memory=self.pool.device.type == "cuda")
         packed = buffer.numpy()
         packed[: self._end] = self._blank

@@ -75,10 +75,10 @@ class Steady:
         """The forward is done, and has recorded in a journal: every state, or its transaction, is told."""
         after = journal.took(self.states, self.counts, self.places)
         size, fill = self.pool.layout.page_tokens, self.pool.stores[self.unit].fill
+        self._taken = EMPTY.ids  # the states have them, if not all yet
         for row, pages, _ in self._growing:
             self.states[row].runs[self.unit] = self.runs[row]
             fill[self.runs[row].ids[-pages - 1 :]] = size
-        self._taken = EMPTY.ids
         by_row = zip(self.states, self.runs, self.history, self.counts, after, strict=True)
         for state, run, before, count, owed in by_row:
             fill[run.last] = (before + count - 1) % size + 1

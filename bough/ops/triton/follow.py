@@ -9,7 +9,7 @@ where there are few tokens: the delta rule and the convolution find their state 
 step begins with a launch that waits for all before it (the embeddings); norms of heads have their weights; others load
 nothing early (`pass_on`). So does attention of few rows with its keys; but it leads to nothing but the joining of its
 spans, and that to nothing: products that wait beside them are in their way. The sum and norm between products leads
-whatever the number of tokens: wide.py asks for weights early too.
+whatever the number of tokens: wide.py asks for weights early too (and leads to nothing).
 """
 
 from functools import cache

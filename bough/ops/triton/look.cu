@@ -5,15 +5,16 @@
 // its way to its place, of the same state or of the next. A block takes heads of rows, one after another, and each of its
 // warps 32 columns of them.
 //
-// Defined where this is compiled: HEADS, GROUP (of them to a key head), DK and DV (multiples of 32), EACH, OWED, RING
-// (pieces that are there or on their way), OLD_STEP, and how many BLOCKS a processor has room for.
+// Defined where this is compiled: HEADS, GROUP (of them to a key head), DK, DV, EACH, OWED, RING (pieces of PIECE rows that are
+// there or on their way), OLD_STEP, and how many BLOCKS a processor has room for.
 
 typedef unsigned int u32;
 typedef long long i64;
 typedef unsigned short bf16;
 
-constexpr int PIECE = 32, PIECES = DK / PIECE, TILES = (2 * EACH + 7) / 8, K_STEP = HEADS / GROUP * DK;
+constexpr int PIECES = DK / PIECE, TILES = (2 * EACH + 7) / 8, K_STEP = HEADS / GROUP * DK;
 constexpr int TURNS = OWED / 4, EIGHTS = OWED / 8;  // in which recorded tokens come
+static_assert(PIECE == 32 && DK % (RING * PIECE) == 0 && DV % 32 == 0 && EIGHTS == 2, "see() is for these");
 
 struct Factor { float high[4], low[4]; };  // of 11 bits each: what has more is cut in two
 

@@ -12,15 +12,30 @@ from triton import cdiv
 
 from bough.ops.ragged import OWED, Owed, ShortRows
 from bough.ops.spans import processors
-from bough.ops.triton.native import Kernel, able, with_defined
+from bough.ops.triton.native import Kernel, able, kernel, with_defined
 
 PIECE = 32  # rows of a state that come at once
 RING, BLOCKS = 2, 3  # pieces of a block that are there or on their way, and blocks on a processor
 OLD_STEP = 80  # bytes from one recorded key to the next: four that are read at a time lie in different banks
 
 
-def looks(q: Tensor, k: Tensor, states: Tensor) -> bool:
-    """Whether it does so for these."""
+def look(
+    q: Tensor, k: Tensor, seen: Tensor, states: Tensor, rows: ShortRows, kept: tuple[Tensor, ...], owed: Owed
+) -> bool:
+    """Fills seen [rows, heads, 1, 2 · each, dv], and stores states where they are to be kept. False: not for these."""
+    (_, heads, dk, dv), (count, *_, vectors, _) = states.shape, seen.shape
+    made = _kernel(heads, heads // k.shape[1], dk, dv, vectors // 2, k.device) if _is_able(q, k, states) else None
+    if made is None:
+        return False
+    tensors = seen, *kept, states, rows.start, rows.tokens, rows.read, owed.start, owed.tokens, owed.keep
+    to_q = (q.data_ptr() - k.data_ptr()) // k.element_size()
+    fields = [k.data_ptr(), to_q, *(each.data_ptr() for each in tensors), *(each.stride(0) for each in (q, k, states))]
+    told = (ctypes.c_int64 * len(fields))(*fields), ctypes.c_int(heads * count)
+    made.launch(min(heads * count, BLOCKS * processors(k.device)), dv, told)
+    return True
+
+
+def _is_able(q: Tensor, k: Tensor, states: Tensor) -> bool:
     (dk, dv), alike = states.shape[2:], k.dtype == torch.bfloat16 and states.dtype == torch.float32
     laid_out = q.stride(0) % 8 == k.stride(0) % 8 == states.stride(0) % 4 == 0
     aligned = all(each.data_ptr() % 16 == 0 for each in (q, k, states))
@@ -28,25 +43,13 @@ def looks(q: Tensor, k: Tensor, states: Tensor) -> bool:
     return alike and laid_out and aligned and fits and able(k.device)
 
 
-def look(
-    q: Tensor, k: Tensor, seen: Tensor, states: Tensor, rows: ShortRows, kept: tuple[Tensor, ...], owed: Owed
-) -> None:
-    """Fills seen [rows, heads, 1, 2 · each, dv]; states are stored where they are to be kept."""
-    (_, heads, dk, dv), (count, *_, vectors, _) = states.shape, seen.shape
-    tensors = seen, *kept, states, rows.start, rows.tokens, rows.read, owed.start, owed.tokens, owed.keep
-    to_q = (q.data_ptr() - k.data_ptr()) // k.element_size()
-    fields = [k.data_ptr(), to_q, *(each.data_ptr() for each in tensors), *(each.stride(0) for each in (q, k, states))]
-    told = (ctypes.c_int64 * len(fields))(*fields), ctypes.c_int(heads * count)
-    kernel = _kernel(heads, heads // k.shape[1], dk, dv, vectors // 2, k.device)
-    kernel.launch(min(heads * count, BLOCKS * processors(k.device)), dv, told)
-
-
 def source(heads: int, group: int, dk: int, dv: int, each: int) -> str:
     shape = {"HEADS": heads, "GROUP": group, "DK": dk, "DV": dv, "EACH": each}
-    return with_defined("look", shape | {"OWED": OWED, "RING": RING, "OLD_STEP": OLD_STEP, "BLOCKS": BLOCKS})
+    fixed = {"OWED": OWED, "PIECE": PIECE, "RING": RING, "OLD_STEP": OLD_STEP, "BLOCKS": BLOCKS}
+    return with_defined("look", shape | fixed)
 
 
 @cache
-def _kernel(heads: int, group: int, dk: int, dv: int, each: int, device: torch.device) -> Kernel:
+def _kernel(heads: int, group: int, dk: int, dv: int, each: int, device: torch.device) -> Kernel | None:
     slot = PIECE * dv * 4 + OWED * OLD_STEP + cdiv(2 * each, 8) * 8 * PIECE * 2
-    return Kernel("look", source(heads, group, dk, dv, each), RING * slot + OWED * (dv + 1) * 4, device)
+    return kernel("look", source(heads, group, dk, dv, each), RING * slot + OWED * (dv + 1) * 4, device)

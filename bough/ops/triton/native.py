@@ -6,6 +6,7 @@ its own.
 
 import ctypes
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -18,6 +19,8 @@ from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 
 HOPPER = (9, 0)
+log = logging.getLogger("bough")
+OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17")
 OVERLAPPING = 6  # the attribute of a launch that may begin while the one before it ends, as the driver numbers them
 
 
@@ -43,7 +46,7 @@ class Kernel:
     """One of a source, with so many bytes of shared memory."""
 
     def __init__(self, name: str, source: str, shared: int, device: torch.device) -> None:
-        kept = get_cache_manager(hashlib.sha256(f"{torch.version.cuda} {source}".encode()).hexdigest())
+        kept = get_cache_manager(hashlib.sha256(f"{torch.version.cuda} {OPTIONS} {source}".encode()).hexdigest())
         if (path := kept.get_file(f"{name}.cubin")) is None:
             path = kept.put(compiled(source), f"{name}.cubin", binary=True)
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -58,6 +61,15 @@ class Kernel:
         launch.attributes, launch.count = ctypes.pointer(attribute), int(overlaps)
         places = (ctypes.c_void_p * len(told))(*map(ctypes.addressof, told))
         expect(cuda().cuLaunchKernelEx(ctypes.byref(launch), ctypes.c_void_p(self._function), places, None))
+
+
+def kernel(name: str, source: str, shared: int, device: torch.device) -> Kernel | None:
+    """The kernel; None where it cannot be made: whoever asks has another way."""
+    try:
+        return Kernel(name, source, shared, device)
+    except (OSError, RuntimeError) as error:
+        log.warning("a kernel (%s) is not used, and steps take longer: %s", name, error)
+        return None
 
 
 class _Attribute(ctypes.Structure):
@@ -77,17 +89,19 @@ class _Launch(ctypes.Structure):
 
 def compiled(source: str) -> bytes:
     compiler, program, size = _compiler(), ctypes.c_void_p(), ctypes.c_size_t()
-    options = (ctypes.c_char_p * 2)(b"--gpu-architecture=sm_90a", b"--std=c++17")
-    expect(compiler.nvrtcCreateProgram(ctypes.byref(program), source.encode(), None, 0, None, None))
-    if compiler.nvrtcCompileProgram(program, len(options), options):
-        compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        compiler.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(f"a kernel does not compile: {log.value.decode()}")
-    expect(compiler.nvrtcGetCUBINSize(program, ctypes.byref(size)))
-    code = ctypes.create_string_buffer(size.value)
-    expect(compiler.nvrtcGetCUBIN(program, code))
-    compiler.nvrtcDestroyProgram(ctypes.byref(program))
+    options = (ctypes.c_char_p * len(OPTIONS))(*OPTIONS)
+    expect(compiler.nvrtcCreateProgram(ctypes.byref(program), source.encode(), None, 0, None, None), "compiled")
+    try:
+        if compiler.nvrtcCompileProgram(program, len(options), options):
+            compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            told = ctypes.create_string_buffer(size.value)
+            compiler.nvrtcGetProgramLog(program, told)
+            raise RuntimeError(f"it could not be compiled: {told.value.decode()}")
+        expect(compiler.nvrtcGetCUBINSize(program, ctypes.byref(size)), "compiled")
+        code = ctypes.create_string_buffer(size.value)
+        expect(compiler.nvrtcGetCUBIN(program, code), "compiled")
+    finally:
+        compiler.nvrtcDestroyProgram(ctypes.byref(program))
     return code.raw
 
 
@@ -108,6 +122,6 @@ def _compiler() -> Any:
     raise OSError(f"there is no {name}")
 
 
-def expect(code: int) -> None:
+def expect(code: int, done: str = "launched") -> None:
     if code:
-        raise RuntimeError(f"a kernel could not be launched: error {code} of the driver")
+        raise RuntimeError(f"a kernel of Bough's could not be {done}: error {code}")

@@ -23,7 +23,7 @@ from bough.ops.ragged import OWED, Owed, ShortRows
 from bough.ops.triton.codes import has_ptx
 from bough.ops.triton.follow import follow, lead, passing_on
 from bough.ops.triton.gates import gates_of, length_of
-from bough.ops.triton.look import look, looks
+from bough.ops.triton.look import look
 from bough.ops.triton.numbers import number
 from bough.ops.triton.spare import with_spare
 from bough.ops.triton.units import LANES, add_product, beside, four, parts
@@ -356,13 +356,12 @@ def advance_late(
     each, passing = triton.cdiv(total, count), passing_on(v.device, total)
     for of_heads in (q, k, v):
         assert of_heads.stride(2) == 1 and of_heads.stride(1) == of_heads.shape[2]
+    assert q.stride(0) == k.stride(0)  # they are parts of one tensor
     assert states.stride()[1:] == (dk * dv, dv, 1) and a.stride(1) == b.stride(1) == z.stride(1) == 1
     slices, pieces = triton.cdiv(dv, COLUMNS), triton.cdiv(dk, PIECE)
     apart = pieces if passing["follows"] or heads * slices * count <= BUSY else 1
     seen, out = v.new_empty(count, heads, apart, 2 * each, dv, dtype=torch.float32), with_spare(v, v.shape)
-    if apart == 1 and looks(q, k, states):
-        look(q, k, seen, states, rows, kept, owed)
-    else:
+    if apart > 1 or not look(q, k, seen, states, rows, kept, owed):
         to_q = (q.data_ptr() - k.data_ptr()) // k.element_size()
         _look[heads * slices, count, apart](
             k, to_q, seen, *kept, states, rows.start, rows.tokens, rows.read, owed.start, owed.tokens, owed.keep,

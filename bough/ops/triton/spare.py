@@ -21,9 +21,9 @@ def with_spare(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The twin of ops.linear, by torch's own."""
+    if len(x) not in BAD or len(weight) > OUTPUTS:
+        return F.linear(x, weight, bias)
     rows, width = x.shape
     end = x.storage_offset() + GOOD * x.stride(0)
     has_spare = x.stride(1) == 1 and x.stride(0) >= width and end * x.element_size() <= x.untyped_storage().nbytes()
-    if rows in BAD and has_spare and len(weight) <= OUTPUTS:
-        return F.linear(x.as_strided((GOOD, width), x.stride()), weight, bias)[:rows]
-    return F.linear(x, weight, bias)
+    return F.linear(x.as_strided((GOOD, width), x.stride()) if has_spare else x, weight, bias)[:rows]

@@ -9,7 +9,7 @@
 // each fetches a part of the rows for all, since all that the second-level cache would have to give otherwise is more
 // than it can.
 //
-// Defined where this is compiled: TILES of rows, GROUPS, N (a multiple of 16), STAGES, CLUSTER, ACTIVATED(x), the
+// Defined where this is compiled: TILES of rows, GROUPS, N (a multiple of 16), STAGES of SPAN inputs (64), CLUSTER, ACTIVATED(x), the
 // registers of a thread as the kernel begins (ENTRY), of groups (WHOLE) and of the last one (LAST); and of the N/2 sums of
 // a thread for a tile SUMS, their operands in `asm`, and SUMMED(sums), the variables that these are.
 
@@ -17,7 +17,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 struct alignas(64) Map { char bytes[128]; };  // where the copying units find a matrix
 
-constexpr int SPAN = 64, ROWS = TILES * 64, EACH = (TILES + GROUPS - 1) / GROUPS;  // inputs of a stage: 128 bytes
+constexpr int ROWS = TILES * 64, EACH = (TILES + GROUPS - 1) / GROUPS;  // inputs of a stage: 128 bytes
 constexpr int X_BYTES = ROWS * SPAN * 2, BYTES = X_BYTES + N * SPAN * 2;
 constexpr u64 STAYS = 0x14F0000000000000, GOES = 0x12F0000000000000;  // in the second-level cache: last, first out
 
@@ -113,11 +113,15 @@ __device__ __forceinline__ void multiply(
                     : SUMMED(sums[tile]) : "l"(left + tile * (64 * SPAN * 2 >> 4) + 2 * k), "l"(right + 2 * k));
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-        if (turn > 0 && thread < CLUSTER)  // all but these products are done: the stage before can be filled again
+        // All but these products are done: the stage before can be filled again, if it will be. Nobody is told of more,
+        // so that whoever was told has waited for it, and is not gone.
+        if (turn > 0 && turn - 1 + STAGES < turns && thread < CLUSTER)
             free_for(shared(empty + (stage == 0 ? STAGES : stage) - 1), thread);
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int tile = 0; tile < OWN; ++tile) asm volatile("" : SUMMED(sums[tile])::"memory");  // not used before
     const int row = tiles * 64 + thread / 32 * 16 + thread % 32 / 4;
     const int column = blockIdx.x * (N / 2) + thread % 4 * 2;
 #pragma unroll
@@ -174,5 +178,5 @@ wide(const __grid_constant__ Map x, const __grid_constant__ Map weight, unsigned
         have_registers<LAST>();
         multiply<TILES - EACH * (GROUPS - 1)>(ring, full, empty, out, group, rows, turns, outputs);
     }
-    together();  // whoever ended early would take away what others may still write to
+    together();  // shared memory that others see is there until all are done
 }

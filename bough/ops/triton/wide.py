@@ -14,7 +14,7 @@ from triton import cdiv
 from bough.ops.activation import Activation
 from bough.ops.spans import processors
 from bough.ops.triton.activation import ACTIVATIONS
-from bough.ops.triton.native import Kernel, able, cuda, expect, with_defined
+from bough.ops.triton.native import Kernel, able, cuda, expect, kernel, with_defined
 from bough.ops.triton.plan import shared_bytes
 from bough.ops.triton.spare import with_spare
 
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
         last = self.tiles - each * (self.groups - 1)
         return with_defined("wide", {
             "TILES": self.tiles, "GROUPS": self.groups, "N": self.products, "STAGES": self.stages, "CLUSTER": CLUSTER,
-            "ACTIVATED(x)": f"({CODE[self.activation]})",
+            "SPAN": SPAN, "ACTIVATED(x)": f"({CODE[self.activation]})",
             "ENTRY": 65536 // self.threads // 8 * 8, "WHOLE": _registers(each * sums), "LAST": _registers(last * sums),
             "WIDTH": f'"{self.products}"', "LEFT": f'"{sums}"', "RIGHT": f'"{sums + 1}"',
             "SUMS": '"' + ",".join(f"%{i}" for i in range(sums)) + '"',
@@ -90,10 +90,11 @@ def wide(x: Tensor, gate_up: Tensor, activation: Activation) -> Tensor | None:
     if not (alike and laid_out and aligned and activation in ACTIVATIONS and able(x.device)):
         return None
     shape = cut(len(x), products, processors(x.device), shared_bytes(x.device), ACTIVATIONS[activation])
-    return None if shape is None else _launched(x, gate_up, shape)
+    made = None if shape is None else _kernel(shape, x.device)
+    return None if shape is None or made is None else _launched(x, gate_up, shape, made)
 
 
-def _launched(x: Tensor, gate_up: Tensor, shape: Shape) -> Tensor:
+def _launched(x: Tensor, gate_up: Tensor, shape: Shape, made: Kernel) -> Tensor:
     outputs = len(gate_up) // 2
     out = with_spare(x, (len(x), outputs))
     maps = [_map(x.data_ptr(), *x.shape, x.stride(0), shape.tiles * TILE // CLUSTER)]
@@ -101,7 +102,7 @@ def _launched(x: Tensor, gate_up: Tensor, shape: Shape) -> Tensor:
     numbers = map(ctypes.c_int, (len(x), x.shape[1], outputs))
     blocks = cdiv(cdiv(outputs, shape.products // 2), CLUSTER) * CLUSTER
     arguments = (*maps, ctypes.c_void_p(out.data_ptr()), *numbers)
-    _kernel(shape, x.device).launch(blocks, shape.threads, arguments, overlaps=True)
+    made.launch(blocks, shape.threads, arguments, overlaps=True)
     return out
 
 
@@ -119,5 +120,5 @@ def _map(at: int, height: int, width: int, stride: int, rows: int) -> Any:
 
 
 @cache
-def _kernel(shape: Shape, device: torch.device) -> Kernel:
-    return Kernel("wide", shape.source, shape.stages * shape.stage_bytes, device)
+def _kernel(shape: Shape, device: torch.device) -> Kernel | None:
+    return kernel("wide", shape.source, shape.stages * shape.stage_bytes, device)
