@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import interpreted
 import pytest
 import torch
 import warp
@@ -34,28 +35,26 @@ if HERE:
 kernels = pytest.mark.skipif(not HERE, reason="triton needs CUDA, or a process of its own for its interpreter")
 SHORT = Rows((1, 3, 0, 8), (1, 0, 2, 5))
 PARTS = ("attention", "chunks", "experts", "heads", "linear", "norm", "owed", "prefill", "units")
+FILES = ("fixed", "journal", "rounds", "quant_kernels", "triton", *(f"triton_{of}" for of in PARTS))
 LONG = Rows((70, 9, 2, 0, 40), (3, 0, 1, 1, 1), ((5, 6, 70), (), (1,), (), (32,)))
 
 
 @pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
 @pytest.mark.skipif(HERE, reason="the tests run in this process")
-@pytest.mark.parametrize(
-    "name",
-    [
-        f"test_{each}.py"
-        for each in ("triton", "quant_kernels", "fixed", "journal", "rounds", *(f"triton_{of}" for of in PARTS))
-    ],
-)
-def test_kernels_in_the_interpreter(name):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-W", "ignore"]
+@pytest.mark.parametrize("names", [FILES[:1], FILES[1:2], FILES[2:4], FILES[4:9], FILES[9:]], ids=" ".join)
+def test_kernels_in_the_interpreter(names):
+    """Several files in a process, since each takes seconds to start."""
+    files = [Path(__file__).with_name(f"test_{each}.py") for each in names]
+    options = ["-q", "-rfEp", "-p", "no:xdist", "-p", "no:cacheprovider", "-W", "ignore"]
     ran = subprocess.run(
-        [*command, Path(__file__).with_name(name)],
+        [sys.executable, "-m", "pytest", *options, *files],
         cwd=Path(__file__).parents[1],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
     )
-    assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout + ran.stderr
+    passed = all(f"PASSED tests/{each.name}::" in ran.stdout for each in files)
+    assert ran.returncode == 0 and passed, ran.stdout + ran.stderr
 
 
 @pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
@@ -69,21 +68,15 @@ def test_what_kernels_are_held_against_is_not_computed_by_them():
 def plain_numbers():
     """Triton 3.6's interpreter turns arrays of one number into indices in a way that numpy has given up.
 
-    And small products of a warp take it a long time.
+    And small products of a warp take it a long time, as does all that it does more than once.
     """
     if not INTERPRETED:
         yield
         return
-    from triton.runtime import interpreter
+    from triton.language import tensor
 
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang_tensor", patched)
+    with interpreted.faster(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor, "__index__", lambda self: self.handle.data.item())
         for name, faster in warp.FASTER.items():
             patch.setattr(f"bough.ops.triton.seen.{name}", faster)
         yield
