@@ -1,7 +1,9 @@
 """Models that several test files use: tiny, random, made once for a run."""
 
+import gc
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +33,22 @@ def add_tokenizer(folder: Path, template: str | None = CHATML) -> int:
         config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return core.get_vocab_size()
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported by now stays: no test need look through it for garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def engines_that_leave_that_frozen():
+    """An engine collects garbage when it is opened; and when it is closed, all that is frozen would be looked through
+    by the next one: most of the time of a test that opens several. test_engine.py tests what they do."""
+    with pytest.MonkeyPatch.context() as patch:
+        collecting = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
+        patch.setattr("bough.engine.engine.gc", collecting)
+        yield
 
 
 @pytest.fixture(autouse=True)

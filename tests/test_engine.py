@@ -231,7 +231,19 @@ def test_threads(engine):
     assert found == [True] * 9
 
 
+@pytest.fixture
+def nothing_frozen(monkeypatch):
+    """Nor an engine that leaves what conftest.py has frozen."""
+    monkeypatch.setattr("bough.engine.engine.gc", gc)
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_what_libraries_made_is_not_looked_through_for_garbage(llama_folder):
+    assert gc.get_freeze_count() == 0
     with Engine.load(llama_folder, dtype="float32") as engine:
         assert gc.get_freeze_count() > 1000, "all who write would wait for that"
         assert engine.generate("a", GREEDY).tokens
