@@ -18,6 +18,7 @@ from test_triton_experts import poisoned_memory
 from bough.engine.runner import Runner
 from bough.models.load import load_model
 from bough.ops.ragged import Recording
+from bough.state.ahead import Ahead
 from bough.state.fixed import Fixed
 from bough.state.graphs import EACH, Captured, Graphs, Shape, bucket
 from bough.state.kinds import FullKV
@@ -244,6 +245,24 @@ def test_too_little_memory_to_record_for_many_rows(pair_of, monkeypatch):
     if DEVICE == "cpu":
         assert len(tried) == 1 and pair.fast.graphs._journal.all.is_made
     pair.step([[3], [4], [5]])
+
+
+@kernels
+@pytest.mark.parametrize("family", [qwen3_5, lfm2])
+def test_steps_that_were_made_ready(family, pair_of, monkeypatch):
+    used, fill = [], Ahead.fill
+    monkeypatch.setattr("bough.state.graphs.MANY", 1)
+    monkeypatch.setattr("bough.state.recordings.OWED", 5)
+    monkeypatch.setattr(Ahead, "fill", lambda self, fixed: used.append(self) or fill(self, fixed))
+    pair = pair_of(family)
+    for tokens in ([1, 2, 3], list(range(20)), [4]):
+        pair.start(tokens)
+    for kept in ([2, 0], [1, 2], [2, 2], [0, 1]):
+        pair.draft([[5, 6], [7, 8]], kept, [0, 2])
+    for token in range(3):
+        pair.step([[token], [9], [10]])
+    pair.fast.pool.check()
+    assert len(used) >= 2
 
 
 @kernels
