@@ -97,6 +97,15 @@ def test_a_plain_weight_beside_and_a_bias(bits, rows, beside, dtype):
 
 
 @kernels
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_plain_weight_beside_of_more_inputs_than_one_turn_takes(bits):
+    weight, full = made(BLOCK, 8320, bits, LOW, 13)
+    x = inputs_of(1, 8320, LOW)
+    with by_kernels(), poisoned_memory():
+        near(ops.linear(x, weight), x.double() @ full.double().T, LOW)
+
+
+@kernels
 def test_a_plain_weight_is_put_beside_where_that_is_one_launch():
     weight = quantised(torch.randn(BLOCK, 64), 4)
     plain = torch.randn(3, 64).to(weight.scale.dtype)
