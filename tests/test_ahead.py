@@ -4,6 +4,7 @@ becomes of states and pool.
 As in test_steady.py no model computes anything.
 """
 
+from math import ceil, sqrt
 from random import Random
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import torch
 from test_steady import HYBRID, Side, as_if_on_a_device  # noqa: F401 (a fixture)
 
 from bough.errors import PoolFull, StateError
-from bough.ops.spans import divided, shared_out
+from bough.ops.spans import JOIN, REST, SPAN, divided, shared_out
 from bough.state.ahead import Ahead
 from bough.state.fixed import OF_PAGES, PER_ROW, PER_TOKEN, Fixed
 from bough.state.graphs import Captured, Shape
@@ -122,7 +123,7 @@ def disturb(draw: Random, sides: list[Told], rows: list[int]) -> None:
     for side in sides:
         state = side.states[one]
         match what:
-            case 0:  # another state shares its slot and pages, and is gone again, or stays
+            case 0:  # another state shares its slot and pages
                 side.states[(one + 1) % ROWS].release()
                 side.states[(one + 1) % ROWS] = state.fork()
             case 1:
@@ -169,10 +170,10 @@ def test_slots_and_pages_that_were_moved(both):
         state = side.states[1]
         move(side, 1, state.slot)
         side.draft([0, 1], [[1, 2], [3, 4]], [1, 2])
-        same_states = state.slot in side.told["read"]
+        assert side.told["read"][1] == state.slot
         move(side, 0, state.runs[0].last)
         side.draft([0, 1], [[1, 2], [3, 4]], [1, 2])
-        assert same_states and side.told["pages"][1] == state.runs[0].ids.tolist()
+        assert side.told["pages"][1] == state.runs[0].ids.tolist()
     same(sides)
 
 
@@ -285,21 +286,32 @@ def test_an_interruption_when_states_are_told_gives_no_page_back_twice(both, mon
         state.release()  # which would notice
 
 
-def test_rows_past_the_room_for_their_pages_are_planned_anew(both):
-    sides = both(page_tokens=4)
+def test_steps_that_there_is_no_room_for_are_planned_anew(both):
+    """With room for what may come, pages are more than a graph has numbers for; without, they are not."""
+    sides = both()
     for side in sides:
-        side.feed([0, 1], [[1] * 250, [2] * 9])
-        for _ in range(4):
-            side.feed([0, 1], [[1], [2]])  # the context is 256
+        side.feed([0, 1], [[1] * 5, [2] * 5])
+        side.feed([0, 1], [[1], [2]])
+        (fixed,) = [each.fixed for each in side.runner.graphs._captured.values() if each.fixed.each == 1]
+        fixed._numbers = fixed._numbers[: fixed._end + 2 * 2 + 1]  # of 6 tokens in pages of 4
+        for _ in range(2):
+            side.feed([0, 1], [[1], [2]])
+    assert len(both.used) == 1  # what was made ready before
     same(sides)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_keys_are_shared_out_as_they_are_divided(seed):
-    draw = np.random.default_rng(seed)
-    counts, history = draw.integers(1, 10, 30), draw.integers(0, 3000, 30)
-    used, row = shared_out(history + counts, int(counts.max()), 132)
-    assert (used.tolist(), row.tolist()) == tuple(divided(counts.tolist(), history.tolist(), None, 132))
+def test_keys_are_shared_out_in_spans_that_cover_them(seed):
+    """As many whole spans as the keys of a row fill, and one more for what is more than a small rest."""
+    draw, programs = np.random.default_rng(seed), (132, 4000)[seed % 2]
+    counts, history = draw.integers(0, 10, 30).tolist(), draw.integers(0, 3000, 30).tolist()
+    keys = [before + count if count else 0 for before, count in zip(history, counts, strict=True)]
+    size = ceil(max(sum(keys) / programs, sqrt(JOIN * max(counts) * max(keys))) / SPAN) * SPAN
+    used = [n // size + (n % size > size // REST) if n >= size else int(n > 0) for n in keys]
+    rows = [row for row, spans in enumerate(used) for _ in range(spans)]
+    found = shared_out(np.array(keys), max(counts), programs)
+    assert [each.tolist() for each in found] == [used, rows]
+    assert tuple(divided(counts, history, None, programs)) == (used, rows)
 
 
 def test_places_of_many_are_those_of_each(both):

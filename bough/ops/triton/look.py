@@ -1,6 +1,6 @@
 """What keys and queries see of states, where there are many rows (look.cu): what `_look` of seen.py does for few.
 
-In CUDA C++, since in Triton nothing can be on its way to shared memory while a warp works on registers of its own.
+In CUDA C++, since what Triton has come through shared memory gets in its threads' way: it took longer than without.
 """
 
 import ctypes
