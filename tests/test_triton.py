@@ -34,7 +34,7 @@ if HERE:
 
 kernels = pytest.mark.skipif(not HERE, reason="triton needs CUDA, or a process of its own for its interpreter")
 SHORT = Rows((1, 3, 0, 8), (1, 0, 2, 5))
-PARTS = ("attention", "chunks", "experts", "heads", "linear", "norm", "owed", "prefill", "units")
+PARTS = ("attention", "chunks", "experts", "heads", "linear", "norm", "owed", "prefill", "rounds", "units")
 FILES = ("fixed", "journal", "rounds", "quant_kernels", "triton", *(f"triton_{of}" for of in PARTS))
 LONG = Rows((70, 9, 2, 0, 40), (3, 0, 1, 1, 1), ((5, 6, 70), (), (1,), (), (32,)))
 

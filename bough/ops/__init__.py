@@ -17,6 +17,7 @@ from bough.ops.norm import Norm, rms_norm, rms_norm_gated, rms_norm_scaled
 from bough.ops.quant import Quantised
 from bough.ops.ragged import Pages, Rows, Slots
 from bough.ops.rope import inverse_frequencies, rotate, rotations
+from bough.ops.rounds import standing
 
 __all__ = [
     "Activation",
@@ -60,5 +61,6 @@ __all__ = [
     "rms_norm_scaled",
     "rotate",
     "rotations",
+    "standing",
     "write_pages",
 ]

@@ -120,7 +120,9 @@ class Recording:
 Replayed = tuple[torch.Tensor, tuple[torch.Tensor, ...]]  # one layer's part of the slots, and its recorded inputs
 
 
+NONE = -1  # no slot
 OWED = 16  # recorded tokens that a slot is moved on by at the most, on the way
+STRETCH = 2 * OWED  # of a journal that each state has: a half has room for as many as may be owed
 assert FEW <= OWED, "what a row records at a time finds room behind nothing"
 
 

@@ -5,24 +5,30 @@ another. All that does not depend on how many of its tokens each keeps is writte
 pages that there are, with room behind them for those that may come, where each row's tokens are. What is left is
 counted for all rows at once.
 
+A draft round can even be launched before anybody knows how many tokens of the one before stand (`begin`): the device
+has counted them, and makes the numbers of the round from those that say where each row was (ops/rounds.py). It has
+pages for whatever is kept. Until that is known (`land`) all its states are in a step.
+
 Nobody has to say that something has become of a state meanwhile. All that could have is looked at before anything is
 done: where a state is not as it was left, but for what a commit of its tokens changes, the step is planned anew
 (steady.py). What becomes of it is the same either way, and tests hold one against the other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 
 import numpy as np
+from torch import Tensor
 
-from bough.ops.spans import shared_out
+from bough.ops.spans import divided, shared_out
 from bough.state.fixed import Fixed
 from bough.state.live import State
 from bough.state.recordings import PLACE, Journal, Recordings
 from bough.state.steady import Batch
 from bough.state.step import tokens_of
-from bough.state.store import EMPTY, Run
+from bough.state.store import EMPTY, Ids, Run
+from bough.state.transaction import Transaction
 
 MANY = 6  # rows, from which on this takes less time than to plan them one by one
 _looked_at = attrgetter("length", "slot", "condition", "owes", "owed")
@@ -95,7 +101,11 @@ class Ahead:
         """Take the pages that are missing, or raise PoolFull. What it records goes into a journal, or a part of it."""
         start, owed = self._owed
         self._places = journal.places_of_many(into, self._stretches, self._slot_ids, start, owed, self._fed)
-        lacking = -(-(self._history + self._fed) // self._size) - self._ends
+        self._take_up_to(self._history + self._fed)
+
+    def _take_up_to(self, lengths: Ids) -> None:
+        """Take the pages that rows of these lengths lack, and write them down."""
+        lacking = -(-lengths // self._size) - self._ends
         rows = (lacking > 0).nonzero()[0]
         if not len(rows):
             return
@@ -147,3 +157,91 @@ class Ahead:
     def abort(self) -> None:
         """The forward did not happen, or nobody knows: give the pages back that no state has yet."""
         self._pool.stores[self._unit].release(self._taken)
+
+    # A round that is launched before it is known where it begins.
+
+    def may_begin(self) -> bool:
+        """Whether all states are still in the round before, and have been fed what this one feeds them."""
+        if self._prepared is None:
+            return False
+        for row, state in enumerate(self.states):
+            last, run = state.transaction, state.runs.get(self._unit)
+            if last is None or state.condition != "in a transaction" or state.slot != self._slots[row] or run is None:
+                return False
+            if last.fed != self.counts[row] or last.recordings is not self._into:
+                return False
+            if run is not self._runs[row]:
+                self._put(row, run)
+        return True
+
+    def take_for_all(self) -> None:
+        """Take the pages that are missing if all tokens of the round before are kept, or raise PoolFull."""
+        self._history = np.array([state.length for state in self.states])
+        self._take_up_to(self._history + 2 * self._fed)
+        self._pool.register(self)
+        for state in self.states:
+            state.condition = "in a step"
+
+    def begin(self, fixed: Fixed, kept: Tensor, chosen: Tensor, tokens: Sequence[int]) -> None:
+        """Send its numbers. Each row keeps `kept` [R] tokens of the round before, one at the least.
+
+        It is fed `tokens`; but first, in the place of the first of each row, the one that was `chosen` [T] after those
+        that it keeps.
+        """
+        into, last = self._numbers, [state.transaction for state in self.states]
+        start, owed = self._owed = np.array([(each.at, each.before) for each in last if each is not None]).T
+        into["history"][:], into["owed_start"][:] = self._history, start
+        into["owed"][:] = into["late_owed"][:] = owed
+        # Spans for the fewest keys that there can be: of more, each is a little longer, and none is empty.
+        used, row = divided(self.counts, (self._history + 1).tolist(), None, fixed.programs[self._unit])
+        into["used"][:], into["first"][:], into["row"][: len(row)] = used, np.cumsum(used) - used, row
+        into["token"][:] = tokens
+        assert self._prepared is not None
+        self._prepared.unsent.send()
+        fixed.go_on(kept, chosen)
+
+    def land(self, journal: Journal, kept: Sequence[int]) -> list[Transaction]:
+        """It is known how many tokens of the round before each row keeps. Returns the transactions they are in now."""
+        count, (start, owed) = np.array(kept), self._owed
+        assert ((count > 0) & (count <= self._fed)).all()
+        places = journal.places_of_many(self._into, self._stretches, self._slot_ids, start, owed + count, self._fed)
+        after = journal.took_many(places, self._fed)
+        self._give_pages((self._history + count).tolist())
+        opened = []
+        for state, many, fed, owes in zip(self.states, count.tolist(), self.counts, after, strict=True):
+            assert state.transaction is not None
+            opened.append(state.transaction.followed(many, fed, owes))
+        return opened
+
+    def _give_pages(self, history: Sequence[int]) -> None:
+        """Each state gets the pages of its tokens after so many. Others that it had, or might have got, go back."""
+        self._pool.unregister(self)
+        store, size, at, spare = self._pool.stores[self._unit], self._size, 0, [EMPTY.ids]
+        taken, self._taken = self._taken, EMPTY.ids
+        grown = {row: pages for row, _, pages in self._growing}
+        for row, (state, before, count) in enumerate(zip(self.states, history, self.counts, strict=True)):
+            run, many = state.runs[self._unit], grown.get(row, 0)
+            ids, end = np.concatenate([run.ids, taken[at : at + many]]), -(-(before + count) // size)
+            at += many
+            if end != run.end:
+                state.runs[self._unit] = Run(0, ids[:end])
+            spare.append(ids[end:])
+            store.fill[ids[before // size : end]] = size
+            store.fill[ids[end - 1]] = (before + count - 1) % size + 1
+        store.release(np.concatenate(spare))
+
+    def lose(self) -> None:
+        """Nobody will know what became of it."""
+        self._pool.unregister(self)
+        self.abort()
+        for state in self.states:
+            state.condition = "broken"
+
+    def references(self) -> Iterator[tuple[int, Ids]]:
+        """What was taken and is no state's yet."""
+        yield self._unit, self._taken
+
+    def moved(self, unit: int, where: Ids) -> None:
+        """The device has written them before they were moved."""
+        if unit == self._unit:
+            self._taken = where[self._taken]

@@ -6,6 +6,7 @@ sends what is used of it.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -14,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bough.ops.ragged import Owed, Rows, ShortRows, Spans
+from bough.ops.ragged import NONE, Owed, Rows, ShortRows, Spans
+from bough.ops.rounds import RoundNumbers, go_on
 from bough.ops.spans import FEW, divided, most_spans, programs
 from bough.state.kinds import PageKind
 from bough.state.pool import Pool
-from bough.state.recordings import NONE, PLACE, Place, Recordings
+from bough.state.recordings import PLACE, Place, Recordings
 from bough.state.steady import Steady
 from bough.state.step import HostNumbers, PageTable, Step, tokens_of
 from bough.state.store import Ids
@@ -194,6 +196,24 @@ class Fixed:
         made |= {name: packed[at[name].start :][:tokens] for name in PER_TOKEN}
         made |= {"page": packed[at[f"page {unit}"].start :][:tokens], "row": packed[at[f"row {unit}"]]}
         return Prepared(unsent, made | {"pages": packed[self._end :]})
+
+    def go_on(self, kept: Tensor, chosen: Tensor) -> None:
+        """Make the numbers of a round that were sent those of the next, on the device alone (ops/rounds.py)."""
+        go_on(self._round, kept, chosen, self.pool.layout.page_tokens)
+
+    @cached_property
+    def _round(self) -> RoundNumbers:
+        (unit,) = self.pool.page_stores
+        alike = {name: self._view(name) for name in ("start", "tokens", "history", "owed_start", "record", *PER_TOKEN)}
+        return RoundNumbers(
+            slot=self._view("read"),
+            owed=(self._view("owed"), self._view("late_owed")),
+            keep=(self._view("keep"), self._view("late_keep")),
+            offset=self._view(f"offset {unit}"),
+            page=self._view(f"page {unit}"),
+            pages=self._numbers[self._end :],
+            **alike,
+        )
 
     def _buffer(self, size: int) -> _Unsent:
         buffer = torch.empty(size, dtype=torch.int32, pin_memory=self.pool.device.type == "cuda")

@@ -16,10 +16,12 @@ from torch import Tensor
 from bough.ops.spans import FEW
 from bough.state.ahead import MANY, Ahead
 from bough.state.fixed import Fixed
+from bough.state.live import State
 from bough.state.pool import Pool
 from bough.state.recordings import Journal, Recordings
 from bough.state.steady import Batch, Steady, steady
 from bough.state.step import Step
+from bough.state.transaction import Transaction
 
 MOST = 256  # rows
 EACH = (1, 2, 3, 5, FEW)  # tokens of a row that steps are captured for
@@ -78,15 +80,31 @@ class Captured:
             launched = True
             self.graph.replay()
             rows.finish(self.journal)
-            if len(rows.states) >= MANY:
-                return Ahead(self.fixed, self.journal, self.into, rows.states, rows.counts)
-            self.fixed.make_ready()
+            if len(rows.states) < MANY:
+                self.fixed.make_ready()
+            if len(rows.states) >= MANY or self.into is self.journal.all:
+                return self.ahead_of(rows.states, rows.counts)
         except BaseException:
             rows.abort()
             for state in rows.states if launched else ():  # nobody knows whether slots were stored
                 state.condition = "broken"
             raise
         return None
+
+    def ahead_of(self, states: Sequence[State], counts: Sequence[int]) -> Ahead:
+        """The same step again, for whatever tokens."""
+        assert self.journal is not None and self.into is not None
+        return Ahead(self.fixed, self.journal, self.into, states, counts)
+
+    def begin(self, rows: Ahead, kept: Tensor, chosen: Tensor, tokens: Sequence[int]) -> None:
+        """Do a round of which the device alone knows where it begins."""
+        rows.take_for_all()
+        try:
+            rows.begin(self.fixed, kept, chosen, tokens)
+            self.graph.replay()
+        except BaseException:
+            rows.lose()
+            raise
 
 
 def settle(step: Step) -> None:
@@ -106,10 +124,14 @@ class Graphs:
         self._journal, self._recordable = Journal(pool), pool.max_running
         self._captured: dict[Shape, Captured | None] = {}
         self._ahead: tuple[Captured, Ahead] | None = None  # the step that is likely to follow
+        self._begun: tuple[Captured, Ahead] | None = (
+            None  # one that is under way, before its states know where it began
+        )
         self._memory = torch.cuda.graph_pool_handle() if pool.device.type == "cuda" else None
 
     def __call__(self, step: Step, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The hidden rows and the logits of all its tokens."""
+        assert self._begun is None, "a round is under way; land it first"
         shape = self._shape(step.rows.counts, recorded=any(step.recorded)) if self._takes(step) else None
         captured = None if shape is None else self._captured_for(shape, rows)
         if captured is None:
@@ -124,6 +146,7 @@ class Graphs:
 
     def steady(self, batch: Batch, given: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
         """Feed states their tokens, if the step is steady and a graph records it: hidden rows and logits, or None."""
+        assert self._begun is None, "a round is under way; land it first"
         planned = self._planned(batch)
         if planned is None:
             return None
@@ -132,9 +155,39 @@ class Graphs:
         self._ahead = None if ahead is None else (captured, ahead)
         return captured.hidden[: rows.total], captured.logits[: rows.total]
 
+    def go_on(self, kept: Tensor, chosen: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+        """Begin the next round of the states that are in one, before anybody knows how many tokens of that they keep.
+
+        The device does (`kept` [R], one at the least). They are fed as many `tokens` as before, but first the one that
+        was `chosen` [T] after those kept. Hidden rows and logits; None where that cannot be. Until it has landed, no
+        other step may be taken.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or not ahead[1].may_begin():
+            return None
+        captured, rows = ahead
+        captured.begin(rows, kept, chosen, tokens)
+        self._begun = ahead
+        return captured.hidden[: rows.total], captured.logits[: rows.total]
+
+    def land(self, kept: Sequence[int]) -> list[Transaction]:
+        """It is known how many tokens of the round before are kept: the transactions of the one that has begun."""
+        assert self._begun is not None
+        (captured, rows), self._begun = self._begun, None
+        assert captured.journal is not None
+        opened = rows.land(captured.journal, kept)
+        self._ahead = captured, captured.ahead_of(rows.states, rows.counts)
+        return opened
+
+    def lose(self) -> None:
+        """Nobody will know how many tokens are kept: the states of a round that has begun are broken."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun[1].lose()
+
     def _planned(self, batch: Batch) -> tuple[Captured, Steady | Ahead] | None:
         ahead, self._ahead = self._ahead, None  # whatever becomes of it
-        if ahead is not None and ahead[1].is_of(batch):
+        if ahead is not None and len(batch) >= MANY and ahead[1].is_of(batch):
             return ahead
         rows = None if self._memory is None or len(batch) > MOST else steady(self.pool, batch)
         shape = None if rows is None else self._shape(rows.counts, recorded=rows.drafted)

@@ -296,7 +296,8 @@ class State:
         if self.condition in ("released", "broken"):
             return
         page_tokens = self.pool.layout.page_tokens
-        for index, run in self.runs.items() if self.condition != "in a transaction" else ():
+        fed = self.transaction is not None and self.transaction.fed is not None
+        for index, run in self.runs.items() if not fed else ():
             store = self.pool.stores[index]
             assert run.first == store.unit.earliest(self.length) // page_tokens, (
                 "a page out of reach is kept, or one missing"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bough.ops.ragged import OWED, Recording, Replayed, ReplayedRow
+from bough.ops.ragged import NONE, OWED, STRETCH, Recording, Replayed, ReplayedRow
 from bough.state.kinds import Replay, SlotPart
 from bough.state.pool import Pool
 from bough.state.store import Ids
@@ -26,8 +26,6 @@ from bough.state.store import Ids
 if TYPE_CHECKING:
     from bough.state.live import State
 
-NONE = -1  # no slot
-STRETCH = 2 * OWED  # tokens that there is room for: a half has as many as may be owed
 Parts = dict[tuple[int, str], Recording]  # by layer and part
 
 

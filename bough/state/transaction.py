@@ -50,6 +50,18 @@ class Transaction:
         """Keep the first `count` tokens fed, and close. Raises StateError, and changes nothing, if that cannot be."""
         commit([(self, count)])
 
+    def followed(self, count: int, fed: int, owed: tuple[int, int]) -> "Transaction":
+        """Keep the first `count` tokens fed, and be in the next transaction, which has had its forward already.
+
+        That was launched before anybody knew how many are kept (ahead.py), and did on its way what they owe.
+        """
+        state = self.state
+        self.closed, state.condition = True, "in a transaction"
+        state.length = state.known = state.length + count
+        state.transaction = after = Transaction(state)
+        after.was_fed(fed, self.recordings, owed)
+        return after
+
     def _expect_committable(self, count: int) -> None:
         if self.closed:
             raise StateError("the transaction is closed; begin another")

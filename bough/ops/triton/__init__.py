@@ -17,6 +17,7 @@ from bough.ops.triton.linear import few, few_rows, gated_rows, product_normed, p
 from bough.ops.triton.norm import norm, norm_after, rms_norm_gated
 from bough.ops.triton.quant import expanded
 from bough.ops.triton.replay import replay_conv, replay_delta
+from bough.ops.triton.rounds import go_on, standing
 from bough.ops.triton.spare import product
 from bough.ops.triton.wide import wide
 
@@ -35,6 +36,7 @@ __all__ = [
     "gated_delta",
     "gated_delta_layer",
     "gated_rows",
+    "go_on",
     "largest",
     "norm",
     "norm_after",
@@ -46,5 +48,6 @@ __all__ = [
     "replay_delta",
     "rms_norm_gated",
     "rotations",
+    "standing",
     "wide",
 ]
