@@ -38,7 +38,7 @@ def engine(family: str, *, ahead: bool, draft: object = None) -> Engine:
         context=256,
         draft=draft,
     )
-    made._loop.flies = ahead
+    made._loop.flights.allowed = ahead
     return made
 
 
@@ -78,7 +78,7 @@ def test_answers_are_those_of_a_plain_engine(family, monkeypatch):
     with engine(family, ahead=False) as plain:
         expected = answers(plain)
     launched = []
-    monkeypatch.setattr("bough.engine.loop.launch", lambda *given: launched.append(given) or flight.launch(*given))
+    monkeypatch.setattr("bough.engine.flights.launch", lambda *given: launched.append(given) or flight.launch(*given))
     with engine(family, ahead=True) as made:
         for _ in range(2):  # the second time from the cache
             same(answers(made), expected)

@@ -4,15 +4,18 @@ On a machine with CUDA test_flight.py does this. Elsewhere the kernels run in Tr
 """
 
 from dataclasses import replace
+from random import Random
 
 import pytest
-from speculation import WITH_HEAD, Fixed
+from parity import random_tokens
+from speculation import VOCABULARY, WITH_HEAD, Fixed, Right, Written, wild
 from test_fixed import without_graphs
 from test_flight import engine, loaded, requests
 from test_triton import DEVICE, HERE, plain_numbers  # noqa: F401 (a fixture)
 
-from bough import Engine
+from bough import Engine, SamplingParams
 from bough.draft.mtp import MTPDrafter, MTPHead
+from bough.engine import rounds
 from bough.state.recordings import PLACE, Journal
 
 pytestmark = pytest.mark.skipif(not HERE or DEVICE == "cuda", reason="needs triton's interpreter")
@@ -44,3 +47,51 @@ def test_commits_that_the_next_round_does(family, monkeypatch):
                 assert (mine.tokens, mine.finish_reason) == (other.tokens, other.finish_reason)
         made._runner.pool.check()
     assert any(dict(zip(PLACE, place, strict=True))["owed"] > 0 for place in done)
+
+
+def texts(made: Engine, seed: int) -> list[tuple[list[int], SamplingParams, list[int]]]:
+    """Requests of several lengths, and what a plain engine answers."""
+    draw = Random(seed)
+    asked = []
+    for at in range(3):
+        prompt = random_tokens(VOCABULARY, draw.randint(2, 20), seed=10 * seed + at)
+        params = SamplingParams(max_tokens=draw.choice([9, 14, 19]), temperature=0, ignore_eos=at > 0)
+        asked.append((prompt, params, made.generate(prompt, params).tokens))
+    return asked
+
+
+def often_right(right: Right, seed: int):
+    """Drafts that stand, now and then all but one token."""
+    draw = Random(seed)
+
+    def guess(text: list[int], most: int) -> list[int]:
+        draft = right(text, most)
+        if draft and draw.random() < 0.15:
+            draft[draw.randrange(len(draft))] ^= 1
+        return draft
+
+    return guess
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+@pytest.mark.parametrize("character", ["right", "often right", "wild"])
+def test_rounds_that_follow_before_others_are_read(family, character, monkeypatch):
+    followed, follow = [], rounds.follow
+    monkeypatch.setattr("bough.engine.rounds.follow", lambda *given: followed.append(follow(*given)) or followed[-1])
+    with engine(family, ahead=False) as plain:
+        asked = texts(plain, seed=1)
+    right = Right([[*prompt, *tokens] for prompt, _, tokens in asked])
+    guess = {"right": right, "often right": often_right(right, 2), "wild": wild(right, 3)}[character]
+    with engine(family, ahead=False, draft=Written(guess)) as made:
+        without_graphs(made._runner.graphs, monkeypatch)
+        made._loop.flights.allowed, made._loop.drafting.depth = True, Fixed(deepest=2)
+        for some in (asked[:1], asked, asked[1:]):
+            handles = [(made.submit(prompt, params), tokens) for prompt, params, tokens in some]
+            for handle, tokens in handles:
+                output = handle.result()
+                assert output.tokens == tokens
+                assert output.usage.accepted_tokens <= output.usage.drafted_tokens
+            made.check()
+        made._runner.pool.check()
+        assert made._loop.drafting.failure is None
+    assert character == "wild" or sum(each is not None for each in followed) > 5

@@ -84,6 +84,7 @@ class Side:
     whole: bool = True  # whether the state holds the text from its beginning
     told: int = 0  # tokens of the text that the drafter knows of
     untold: int = 0  # tokens read since it was last told of all there were
+    stood: bool = False  # whether all of the last draft did
     rows: list[Tensor] = field(default_factory=list)  # hidden rows it has yet to be told of, if it reads them
     cuts: list[int] = field(default_factory=list)  # lengths at which the drafter's state is to have resume points
 
@@ -162,6 +163,29 @@ class Drafting:
                 most = side.depth.choose(rows, sequence.limit - len(sequence.tokens) - 1)
                 if most > 0:
                     wanted.append((sequence, most))
+        return self._proposed(wanted)
+
+    def onward(self, rounds: Sequence[tuple[Running, Sequence[int]]]) -> list[list[int]] | None:
+        """What may follow rounds that are under way with these drafts: a token for each, and a draft as long as before.
+
+        None where these need not all stand, or where another depth is better, or nothing is known.
+        """
+        if self.drafter is None or self.drafter.kinds or self.drafter.reads_hidden:
+            return None  # what it says depends on more than a text
+        for sequence, draft in rounds:
+            side, left = self._sides.get(sequence), sequence.limit - len(sequence.tokens) - len(draft) - 2
+            if side is None or not side.stood or side.depth.choose(len(rounds), left) != len(draft):
+                return None
+        made, guesses = self._proposed([(sequence, 2 * len(draft) + 1) for sequence, draft in rounds]), []
+        for sequence, draft in rounds:
+            guess, count = made.get(sequence, ()), len(draft)
+            if isinstance(guess, Tensor) or len(guess) <= 2 * count or list(guess[:count]) != list(draft):
+                return None
+            guesses.append(list(guess[count:]))
+        return guesses
+
+    def _proposed(self, wanted: list[tuple[Running, int]]) -> dict[Running, Draft]:
+        """Guesses of at most so many tokens."""
         if not wanted or not self._tell([sequence for sequence, _ in wanted]):
             return {}
         sides = [self._sides[sequence] for sequence, _ in wanted]
@@ -227,6 +251,7 @@ class Drafting:
         """How a round went."""
         if (side := self._sides.get(sequence)) is not None:
             side.depth.observe(drafted, accepted, seconds, rows)
+            side.stood = 0 < drafted == accepted
 
     def _tell(self, sequences: Sequence[Running]) -> bool:
         """Bring the drafter up to date on these texts. False: it cannot draft for them now."""

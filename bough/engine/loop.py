@@ -18,10 +18,9 @@ from torch import Tensor
 from bough.cache.prefix_cache import PrefixCache
 from bough.draft import Draft
 from bough.engine.drafting import Drafting
-from bough.engine.flight import Flight, can_fly, launch
+from bough.engine.flights import Flights
 from bough.engine.request import Handle
 from bough.engine.runner import Runner
-from bough.engine.sampler import Sampled
 from bough.engine.scheduler import plan
 from bough.engine.sequence import Sequence
 from bough.engine.verify import verify
@@ -48,9 +47,7 @@ class Loop:
         self._waiting = Waiting(runner, cache, drafting)
         self._running: list[Sequence] = []
         self._short_of_memory = False  # too short to draft
-        self.flies = runner.pool.device.type == "cuda"  # whether there is somebody who could wait for the host
-        self._flight: Flight | None = None  # the step whose tokens are yet to be read
-        self._landed = 0.0  # when one was read last
+        self.flights = Flights(runner, drafting, self._running, self)
         self._steps = self._submitted = self._received = 0
         self._closed = False
         self._gate = threading.Lock()  # nothing is put into the inbox after the order to close
@@ -108,7 +105,7 @@ class Loop:
                 self._step()
             for sequence in [*self._running, *self._waiting]:
                 sequence.cut_off()
-                self._end(sequence, "cancelled")
+                self.end(sequence, "cancelled")
             self.drafting.close()
             self.cache.close()
         except BaseException as error:
@@ -131,7 +128,7 @@ class Loop:
 
     def _receive(self) -> bool:
         """Take in what was submitted, waiting if there is nothing else to do. False when the engine closes."""
-        idle = not self._running and self._waiting.is_idle and self._flight is None
+        idle = not self._running and self._waiting.is_idle and not self.flights
         while idle or not self._inbox.empty():
             try:
                 item = self._inbox.get(timeout=PACE if self.cache.tiers.busy else None)
@@ -151,13 +148,13 @@ class Loop:
         for sequence in (*self._running, *self._waiting):
             if sequence.handle.cancelled or sequence.request.is_late:
                 sequence.cut_off()
-                self._end(sequence, "cancelled" if sequence.handle.cancelled else "deadline")
+                self.end(sequence, "cancelled" if sequence.handle.cancelled else "deadline")
 
     def _step(self) -> None:
         """One forward over what is planned. Whatever goes wrong ends those requests, not the engine."""
         self._steps += 1
-        if self._flight is not None:
-            self._land(self._flight)
+        if self.flights:
+            self.flights.land()
             return
         rows = plan(self._running, self._budget, self._steps)
         try:
@@ -166,7 +163,7 @@ class Loop:
         except PoolFull as error:
             self._make_room(error)
         except Exception as error:  # noqa: BLE001 (whatever it is, its requests are told, and the others go on)
-            self._fail([s for s, _ in rows if not s.handle.done], error)
+            self.fail([s for s, _ in rows if not s.handle.done], error)
 
     @property
     def _budget(self) -> int:
@@ -180,11 +177,12 @@ class Loop:
         began, sequences = time.perf_counter(), [sequence for sequence, _ in rows]
         choosing = [s for s, count in rows if count == s.pending and s.wants_token]
         writing = [s for s in choosing if s.is_writing]
-        if len(writing) == len(rows) and self._can_fly(writing):
-            self._fence()
-            self._flight = launch(self.runner, writing)
+        alone = len(writing) == len(rows)
+        if alone and self.flights.take_off(writing):
             return
         drafts = {} if self._short_of_memory else self.drafting.drafts(writing, len(rows))
+        if alone and drafts and self.flights.take_off_with(writing, drafts):
+            return
         before = [s.computed for s in sequences]
         hidden, logits, opened = self._forward(rows, choosing, drafts)
         ended = {s: "length" for s in sequences if not s.pending and not s.wants_token}
@@ -196,57 +194,15 @@ class Loop:
             if not s.handle.done:
                 self._read(s, known, None if hidden is None else hidden[start : start + s.computed - known])
             start += count + len(drafts.get(s, ()))
-        for sequence in writing if len(writing) == len(rows) else ():  # a prompt in between is no round's cost
+        for sequence in writing if alone else ():  # a prompt in between is no round's cost
             if sequence in accepted:
                 drafted = len(drafts.get(sequence, ()))
                 self.drafting.learn(sequence, drafted, accepted[sequence], seconds, len(rows))
         for sequence, reason in ended.items():
-            self._end(sequence, reason)
+            self.end(sequence, reason)
 
-    def _can_fly(self, sequences: list[Sequence]) -> bool:
-        return self.flies and all(map(can_fly, sequences)) and self.drafting.rests(sequences, len(sequences))
-
-    def _land(self, flight: Flight) -> None:
-        """Read the tokens of a step, after the next one is under way if that needs nothing but these."""
-        self._flight, failure = None, None
-        going_on = flight.going_on()
-        others = [flight.sequences[row] for row in going_on]
-        if others and set(self._running) <= set(flight.sequences) and self._can_fly(others):
-            chosen = flight.drawn.ids if len(others) == len(flight.sequences) else flight.drawn.ids[going_on]
-            try:
-                self._fence()
-                self._flight = launch(self.runner, others, chosen)
-            except PoolFull:
-                pass  # there will be room, or somebody gives some up, when it is planned for
-            except Exception as error:  # noqa: BLE001 (as in a step)
-                failure = error
-        try:
-            sampled = flight.drawn.result()
-        except Exception as error:  # noqa: BLE001 (as in a step)
-            self._fail([each for each in flight.sequences if not each.handle.done], error)
-            return
-        now = time.perf_counter()
-        seconds, self._landed = now - max(flight.began, self._landed), now
-        for row, sequence in enumerate(flight.sequences):
-            if not sequence.handle.done:
-                self.drafting.learn(sequence, 0, 0, seconds, len(flight.sequences))
-                try:
-                    self._take(sequence, row, sampled)
-                except Exception as error:  # noqa: BLE001 (the others go on)
-                    self._fail([sequence], error)
-            if failure is not None and not sequence.handle.done:
-                state = _state(sequence)
-                if state.condition != "ready" or not sequence.pending:  # the token that it has taken was lost
-                    self._fail([sequence], failure)
-
-    def _take(self, sequence: Sequence, row: int, sampled: Sampled) -> None:
-        """Let a sequence take what was drawn for it."""
-        if row in sampled.bad:
-            self._fail([sequence], BadLogits([row]))
-        elif reason := sequence.append(sampled.tokens[row], sampled.logprobs[row]):
-            self._end(sequence, reason)
-
-    def _fence(self) -> None:
+    def fence(self) -> None:
+        """What is computed next waits for copies that are under way."""
         self.cache.tiers.lane.fence()
 
     def _forward(
@@ -258,7 +214,7 @@ class Loop:
         wanted = [1 + len(drafts.get(s, ())) if s in choosing else 0 for s, _ in rows]
         read = any(s.request.score for s, _ in rows) or self.drafting.reads_hidden([s for s, _ in rows])
         self.cache.make_points_room(sum(map(len, cuts)))
-        self._fence()
+        self.fence()
         opened = {sequence: _state(sequence).begin() for sequence in drafts}
         try:
             by_row = {row: drafts[s] for row, (s, _) in enumerate(rows) if s in drafts}
@@ -305,12 +261,9 @@ class Loop:
             return self._choose_others(error, rows, logits, drafts, opened, ended)
         accepted, committed = {}, []
         for sequence, verdict in zip(sequences, verdicts, strict=True):
-            kept, reason = 0, None
-            for token, logprobs in verdict.tokens:
-                kept += 1
-                if reason := sequence.append(token, logprobs, drafted=kept <= verdict.accepted):
-                    ended[sequence] = reason
-                    break
+            kept, reason = sequence.take(verdict.tokens)
+            if reason:
+                ended[sequence] = reason
             if sequence in opened:
                 committed.append((opened[sequence], kept))
                 sequence.usage.drafted_tokens += len(drafts[sequence])
@@ -334,7 +287,7 @@ class Loop:
         for sequence in bad & opened.keys():
             opened[sequence].commit(0)
             self.drafting.park(sequence)
-        self._fail([sequence for sequence in bad if sequence not in opened], error)
+        self.fail([sequence for sequence in bad if sequence not in opened], error)
         kept = [row for row, owner in enumerate(owners) if owner not in bad]
         return self._choose([s for s in rows if s not in bad], logits[kept], drafts, opened, ended)
 
@@ -362,10 +315,12 @@ class Loop:
             self.drafting.park(newest)
             newest.fail(error)
 
-    def _end(self, sequence: Sequence, reason: str) -> None:
+    def end(self, sequence: Sequence, reason: str) -> None:
         """The request is done: what was computed for it is kept."""
         if sequence.state is not None:
             self.drafting.end(sequence)
+            if sequence.state.transaction is not None:  # a round that nobody will read
+                sequence.state.transaction.commit(0)
             if sequence.state.condition == "ready":
                 self.cache.admit(sequence.state, sequence.symbols, sequence.salt, ended=True)
             if sequence.use is not None:
@@ -373,7 +328,7 @@ class Loop:
         self._forget(sequence)
         sequence.finish(reason)
 
-    def _fail(self, sequences: list[Sequence], error: Exception) -> None:
+    def fail(self, sequences: list[Sequence], error: Exception) -> None:
         for sequence in sequences:
             self.drafting.park(sequence)
             self._forget(sequence)

@@ -20,6 +20,7 @@ from bough.state.pool import Pool
 from bough.state.reservation import Cuts, forward
 from bough.state.steady import Batch
 from bough.state.step import Ends, Step
+from bough.state.transaction import Transaction
 
 SCORE_ROWS = 256  # logits of so many rows at a time when a whole prompt is scored
 
@@ -61,6 +62,22 @@ class Runner:
                 return all_rows.clone() if hidden else None, logits
             settle(step)
             return self._last(step, Ends.of(step.rows, wanted, self.pool.device), hidden=hidden)
+
+    def go_on(self, kept: Tensor, chosen: Tensor, tokens: Sequence[int]) -> Tensor | None:
+        """Begin the next round of the states that were fed last, before anybody knows how many tokens of it they keep.
+
+        The logits of all its tokens, or None (Graphs.go_on); it has to `land` before anything else is fed.
+        """
+        done = self.graphs.go_on(kept, chosen, tokens)
+        return None if done is None else done[1]
+
+    def land(self, kept: Sequence[int]) -> list[Transaction]:
+        """So many tokens of the round before are kept: the transactions of the one that has begun."""
+        return self.graphs.land(kept)
+
+    def lose(self) -> None:
+        """Give up a round that has begun, if there is one, and its states."""
+        self.graphs.lose()
 
     @torch.inference_mode()
     def _last(self, step: Step, last: Ends, *, hidden: bool) -> tuple[Tensor | None, Tensor]:

@@ -118,6 +118,13 @@ class Sequence:
         self.handle.put(Piece(text, [token], [logprobs] if logprobs else [], drafted))
         return reason
 
+    def take(self, tokens: Tokens[tuple[int, Logprobs | None]]) -> tuple[int, str | None]:
+        """Take the next tokens, of which all but the last were drafted. Returns how many, and why the request ends."""
+        for count, (token, logprobs) in enumerate(tokens, 1):
+            if reason := self.append(token, logprobs, drafted=count < len(tokens)):
+                return count, reason
+        return len(tokens), None
+
     def _rest(self) -> str:
         """Text that was held back, now that nothing follows."""
         text = self.detokenizer.finish() if self.detokenizer else ""

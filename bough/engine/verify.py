@@ -43,12 +43,16 @@ def verify(logits: Tensor, rows: Sequence[tuple[Running, Draft]]) -> list[Verdic
     verdicts = []
     for _, draft in rows:
         guesses = [next(along) for _ in draft] if isinstance(draft, Tensor) else list(draft)
-        options = [next(chosen) for _ in range(len(draft) + 1)]
-        stood = 0
-        while stood < len(guesses) and guesses[stood] == options[stood][0]:
-            stood += 1
-        verdicts.append(Verdict(options[: stood + 1]))
+        verdicts.append(judged(guesses, [next(chosen) for _ in range(len(draft) + 1)]))
     return verdicts
+
+
+def judged(draft: Sequence[int], options: Sequence[tuple[int, Logprobs | None]]) -> Verdict:
+    """What becomes of a draft, by what was drawn before and after each of its tokens."""
+    stood = 0
+    while stood < len(draft) and draft[stood] == options[stood][0]:
+        stood += 1
+    return Verdict(list(options[: stood + 1]))
 
 
 def _looked_at(sequence: Running, draft: Draft) -> list[int]:

@@ -1,0 +1,164 @@
+"""Flights: which steps are launched before the tokens of the one before are read, and what becomes of them.
+
+A plain step flies (flight.py), and so does a draft round (rounds.py), while nothing that the host knows decides what
+its sequences are fed next. One is in the air at a time; when it lands, the next one may have been launched already.
+"""
+
+import time
+from typing import Protocol
+
+from bough.draft import Draft
+from bough.engine import rounds
+from bough.engine.drafting import Drafting
+from bough.engine.flight import Flight, can_fly, launch
+from bough.engine.rounds import Round
+from bough.engine.runner import Runner
+from bough.engine.sequence import Sequence
+from bough.engine.verify import Verdict
+from bough.errors import BadLogits, PoolFull
+
+
+class Ground(Protocol):
+    """What flights need of the loop."""
+
+    def fence(self) -> None: ...  # before a launch
+    def end(self, sequence: Sequence, reason: str) -> None: ...
+    def fail(self, sequences: list[Sequence], error: Exception) -> None: ...
+
+
+class Flights:
+    """The step whose tokens are yet to be read, if there is one."""
+
+    def __init__(self, runner: Runner, drafting: Drafting, running: list[Sequence], ground: Ground) -> None:
+        self.runner, self.drafting, self._running, self._ground = runner, drafting, running, ground
+        self.allowed = runner.pool.device.type == "cuda"  # whether there is somebody who could wait for the host
+        self._air: Flight | Round | None = None
+        self._landed = 0.0  # when one was read last
+
+    def __bool__(self) -> bool:
+        return self._air is not None
+
+    def take_off(self, sequences: list[Sequence]) -> bool:
+        """Launch a plain step of all that run, if it can fly."""
+        if not self._can_fly(sequences):
+            return False
+        self._ground.fence()
+        self._air = launch(self.runner, sequences)
+        return True
+
+    def take_off_with(self, sequences: list[Sequence], drafts: dict[Sequence, Draft]) -> bool:
+        """Launch a draft round of all that run, if it can fly."""
+        made = [draft for each in sequences if isinstance(draft := drafts.get(each), list)]
+        if not self.allowed or len(made) < len(sequences) or not _all_can_fly(sequences, made):
+            return False
+        self._ground.fence()
+        self._air = rounds.launch(self.runner, sequences, made)
+        return True
+
+    def _can_fly(self, sequences: list[Sequence]) -> bool:
+        flies = self.allowed and all(map(can_fly, sequences))
+        return flies and self.drafting.rests(sequences, len(sequences))
+
+    def land(self) -> None:
+        """Read the tokens of the step, after the next one is under way if that needs nothing but these."""
+        air, self._air = self._air, None
+        assert air is not None
+        if isinstance(air, Flight):
+            self._land(air)
+        else:
+            self._land_round(air)
+
+    # Plain steps.
+
+    def _land(self, flight: Flight) -> None:
+        failure, going_on = None, flight.going_on()
+        others = [flight.sequences[row] for row in going_on]
+        if others and set(self._running) <= set(flight.sequences) and self._can_fly(others):
+            chosen = flight.drawn.ids if len(others) == len(flight.sequences) else flight.drawn.ids[going_on]
+            try:
+                self._ground.fence()
+                self._air = launch(self.runner, others, chosen)
+            except PoolFull:
+                pass  # there will be room, or somebody gives some up, when it is planned for
+            except Exception as error:  # noqa: BLE001 (as in a step)
+                failure = error
+        try:
+            sampled = flight.drawn.result()
+        except Exception as error:  # noqa: BLE001 (as in a step)
+            self._ground.fail([each for each in flight.sequences if not each.handle.done], error)
+            return
+        seconds = self._seconds(flight.began)
+        for row, sequence in enumerate(flight.sequences):
+            if not sequence.handle.done:
+                self.drafting.learn(sequence, 0, 0, seconds, len(flight.sequences))
+                self._take(sequence, Verdict([(sampled.tokens[row], sampled.logprobs[row])]), bad=row in sampled.bad)
+            if failure is not None and not sequence.handle.done:
+                state = sequence.state
+                assert state is not None
+                if state.condition != "ready" or not sequence.pending:  # the token that it has taken was lost
+                    self._ground.fail([sequence], failure)
+
+    # Draft rounds.
+
+    def _land_round(self, flight: Round) -> None:
+        try:
+            after = self._followed(flight)
+            verdicts, bad = flight.read()
+            if after is not None:
+                after.opened = self.runner.land([len(verdict.tokens) for verdict in verdicts])
+        except Exception as error:  # noqa: BLE001 (as in a step)
+            self.runner.lose()
+            self._ground.fail([each for each in flight.sequences if not each.handle.done], error)
+            return
+        self._air = after
+        seconds, rows = self._seconds(flight.began), len(flight.sequences)
+        for row, (sequence, verdict) in enumerate(zip(flight.sequences, verdicts, strict=True)):
+            if sequence.handle.done:
+                continue
+            if after is None:
+                flight.opened[row].commit(0 if row in bad else len(verdict.tokens))
+                if row in bad:  # it tries again without a draft
+                    self.drafting.park(sequence)
+                    continue
+            drafted = len(flight.drafts[row])
+            sequence.usage.drafted_tokens += drafted
+            sequence.usage.accepted_tokens += verdict.accepted
+            if not flight.astray[row]:
+                self.drafting.learn(sequence, drafted, verdict.accepted, seconds, rows)
+            if after is not None:
+                after.astray[row] = after.fed[row][0] != verdict.tokens[-1][0] or verdict.accepted < drafted
+            self._take(sequence, verdict, bad=row in bad)
+
+    def _followed(self, flight: Round) -> Round | None:
+        """The next round, launched on what may follow this one."""
+        sequences = flight.sequences
+        if any(each.handle.done for each in sequences) or not set(self._running) <= set(sequences):
+            return None
+        fed = self.drafting.onward(list(zip(sequences, flight.drafts, strict=True)))
+        if fed is None or not _all_can_fly(sequences, fed):
+            return None
+        self._ground.fence()
+        try:
+            return rounds.follow(self.runner, flight, fed)
+        except PoolFull:
+            return None  # as above
+
+    def _seconds(self, began: float) -> float:
+        """How long a step has taken that is read now."""
+        now = time.perf_counter()
+        seconds, self._landed = now - max(began, self._landed), now
+        return seconds
+
+    def _take(self, sequence: Sequence, verdict: Verdict, *, bad: bool) -> None:
+        """Let a sequence take what was drawn for it."""
+        try:
+            if bad:
+                raise BadLogits([0])
+            if reason := sequence.take(verdict.tokens)[1]:
+                self._ground.end(sequence, reason)
+        except Exception as error:  # noqa: BLE001 (the others go on)
+            self._ground.fail([sequence], error)
+
+
+def _all_can_fly(sequences: list[Sequence], drafts: list[list[int]]) -> bool:
+    return all(map(rounds.can_fly, sequences, drafts))
