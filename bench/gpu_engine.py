@@ -18,6 +18,7 @@ from gpu_figures import Run, seconds
 from bough import CacheConfig, Engine, SamplingParams
 from bough.engine.load import Loaded
 from bough.engine.request import Handle, Usage
+from bough.engine.sampler import RowSampling, drawing
 from bough.ops import largest
 from bough.ops.ragged import OWED
 from bough.state.live import State
@@ -163,9 +164,37 @@ class Batch:
         largest(logits)[1].tolist()
         return opened
 
+    def follow(self, drafts: Sequence[list[int]], kept: int) -> list[float]:
+        """Rounds of which each is launched before the one before is read; when each was read. All keep so many tokens,
+        whatever was chosen."""
+        rows, each = len(self.states), 1 + len(drafts[0])
+        stands, greedy = (
+            torch.full((rows,), kept, dtype=torch.int32, device=self.runner.pool.device),
+            _greedy(rows * each),
+        )
+        for state in self.states:
+            state.begin()
+        _, logits = self.runner.forward(
+            [(state, [token, *drafts[0]]) for state, token in zip(self.states, self.tokens, strict=True)], [each] * rows
+        )
+        drawn, read = drawing(logits, greedy), list[float]()
+        for draft in drafts[1:]:
+            following = self.runner.go_on(stands, drawn.ids, [0, *draft] * rows)
+            assert following is not None, "the round could not follow"
+            before, drawn = drawn, drawing(following, greedy)
+            before.result()
+            read.append(time.perf_counter())
+            self.runner.land([kept] * rows)
+        drawn.result()
+        return read
+
     def close(self) -> None:
         for state in self.states:
             state.release()
+
+
+def _greedy(rows: int) -> list[RowSampling]:
+    return [RowSampling(GREEDY, 0, 0)] * rows
 
 
 def first_token(engine: Engine, prompt: list[int]) -> tuple[float, Usage]:

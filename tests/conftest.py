@@ -47,7 +47,7 @@ def engines_that_leave_that_frozen():
     by the next one: most of the time of a test that opens several. test_engine.py tests what they do."""
     with pytest.MonkeyPatch.context() as patch:
         collecting = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
-        patch.setattr("bough.engine.engine.gc", collecting)
+        patch.setattr("bough.engine.garbage.gc", collecting)
         yield
 
 

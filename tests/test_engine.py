@@ -2,6 +2,8 @@
 
 import gc
 import threading
+import time
+import weakref
 
 import numpy as np
 import pytest
@@ -234,7 +236,7 @@ def test_threads(engine):
 @pytest.fixture
 def nothing_frozen(monkeypatch):
     """Nor an engine that leaves what conftest.py has frozen."""
-    monkeypatch.setattr("bough.engine.engine.gc", gc)
+    monkeypatch.setattr("bough.engine.garbage.gc", gc)
     gc.unfreeze()
     yield
     gc.collect()
@@ -248,6 +250,53 @@ def test_what_libraries_made_is_not_looked_through_for_garbage(llama_folder):
         assert gc.get_freeze_count() > 1000, "all who write would wait for that"
         assert engine.generate("a", GREEDY).tokens
     assert gc.get_freeze_count() == 0, "what is garbage by now would stay"
+
+
+def test_an_engine_looks_for_garbage_once_it_has_nothing_to_do(llama_folder, monkeypatch):
+    done, changed = [], threading.Event()
+
+    def did(what: str) -> None:
+        done.append(what)
+        changed.set()
+
+    def next_one() -> str:
+        assert changed.wait(20)
+        changed.clear()
+        return done[-1]
+
+    monkeypatch.setattr("bough.engine.garbage.look", lambda: did("look"))
+    with Engine.load(llama_folder, dtype="float32") as engine:
+        monkeypatch.setattr("bough.engine.garbage.leave_out", lambda: did("leave out"))
+        engine.generate("a", GREEDY)
+        assert next_one() == "look"
+        engine.generate("a", GREEDY)
+        engine._runner.graphs.made += 1  # as if on a device
+        assert next_one() == "leave out"
+        engine.generate("a", GREEDY)
+        assert next_one() == "look"
+        time.sleep(0.6)
+        assert len(done) == 3, "there is nothing new to look through"
+
+
+def test_what_listens_is_forgotten_at_the_end(llama_folder):
+    class Listener:
+        def __call__(self) -> None:
+            pass
+
+    with Engine.load(llama_folder, dtype="float32") as engine:
+        for late in (False, True):
+            handle, listener = engine.submit("a", GREEDY), Listener()
+            if late:
+                handle.result()
+            handle.listen(listener)
+            handle.result()
+            alive = weakref.ref(listener)
+            listener = None
+            for _ in range(200):  # the engine's thread lets go of it a moment after the result is there
+                if alive() is None:
+                    break
+                time.sleep(0.01)
+            assert alive() is None
 
 
 def test_chat_keeps_its_tokens(engine):

@@ -1,6 +1,6 @@
 """Whole engines whose draft rounds are captured steps, against plain ones.
 
-On a machine with CUDA test_flight.py does this. Elsewhere the kernels run in Triton's interpreter (test_triton.py).
+Where there is no CUDA device the kernels run in Triton's interpreter (test_triton.py).
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from bough.draft.mtp import MTPDrafter, MTPHead
 from bough.engine import rounds
 from bough.state.recordings import PLACE, Journal
 
-pytestmark = pytest.mark.skipif(not HERE or DEVICE == "cuda", reason="needs triton's interpreter")
+pytestmark = pytest.mark.skipif(not HERE, reason="needs CUDA, or triton's interpreter")
 
 
 def answers(made: Engine) -> list:
@@ -27,6 +27,7 @@ def answers(made: Engine) -> list:
     return [handle.result() for handle in [made.submit(*each) for each in some[:3]]]
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="test_flight.py does this there")
 @pytest.mark.parametrize("family", WITH_HEAD)
 def test_commits_that_the_next_round_does(family, monkeypatch):
     done, places = [], Journal.places
@@ -82,8 +83,9 @@ def test_rounds_that_follow_before_others_are_read(family, character, monkeypatc
         asked = texts(plain, seed=1)
     right = Right([[*prompt, *tokens] for prompt, _, tokens in asked])
     guess = {"right": right, "often right": often_right(right, 2), "wild": wild(right, 3)}[character]
-    with engine(family, ahead=False, draft=Written(guess)) as made:
-        without_graphs(made._runner.graphs, monkeypatch)
+    with engine(family, ahead=DEVICE == "cuda", draft=Written(guess)) as made:
+        if DEVICE == "cpu":
+            without_graphs(made._runner.graphs, monkeypatch)
         made._loop.flights.allowed, made._loop.drafting.depth = True, Fixed(deepest=2)
         for some in (asked[:1], asked, asked[1:]):
             handles = [(made.submit(prompt, params), tokens) for prompt, params, tokens in some]

@@ -1,6 +1,5 @@
 """Engine: a loaded model, the memory for its state, and the ways to ask it for text."""
 
-import gc
 import operator
 import os
 import reprlib
@@ -14,6 +13,7 @@ import torch
 
 from bough.config import CacheConfig, SamplingParams, is_int, require
 from bough.draft.load import DraftOption, drafter_for
+from bough.engine import garbage
 from bough.engine.caching import Cache, draft_cache, prefix_cache
 from bough.engine.chat import Chat
 from bough.engine.drafting import Drafting
@@ -83,10 +83,7 @@ class Engine:
         )
         self.cache = Cache(self, prefixes)
         self._grammars = Grammars(self.tokenizer, self.model.vocab_size, self.end_tokens)
-        # What libraries have made by now would be looked through for garbage again and again, which holds up all who
-        # write for 0.15 s and more. It is left out until the engine is closed; but what is garbage already would stay.
-        gc.collect()
-        gc.freeze()
+        garbage.leave_out()  # what libraries have made by now, until the engine is closed
 
     @classmethod
     def load(
@@ -212,7 +209,7 @@ class Engine:
 
     def close(self) -> None:
         self._loop.close()
-        gc.unfreeze()
+        garbage.leave_nothing_out()
 
     def __enter__(self) -> "Engine":
         return self

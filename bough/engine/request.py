@@ -124,10 +124,12 @@ class Handle:
     def listen(self, listener: Callable[[], None]) -> None:
         """Have someone called at news, in the engine's thread, and once now for what there is already.
 
-        It must not wait, and must not raise.
+        It must not wait, and must not raise. After the end it is forgotten, and with it all that it refers to.
         """
         self._listener = listener
         listener()
+        if self.done:
+            self._listener = None
 
     def _next(self, seconds: float | None) -> Piece | None:
         piece = self._news.get(timeout=seconds)
@@ -144,6 +146,7 @@ class Handle:
         self._output, self._error = output, error
         self._done.set()
         self._tell(None)
+        self._listener = None
 
     def _tell(self, news: Piece | None) -> None:
         self._news.put(news)

@@ -123,6 +123,7 @@ class Graphs:
         self.pool, self.compute, self.context = pool, compute, context
         self._journal, self._recordable = Journal(pool), pool.max_running
         self._captured: dict[Shape, Captured | None] = {}
+        self.made = 0  # graphs, so far
         self._ahead: tuple[Captured, Ahead] | None = None  # the step that is likely to follow
         self._begun: tuple[Captured, Ahead] | None = (
             None  # one that is under way, before its states know where it began
@@ -216,6 +217,7 @@ class Graphs:
                 return None
             try:
                 self._captured[shape] = self._capture(shape, rows)
+                self.made += 1
             except Exception as error:  # noqa: BLE001 (whatever it is, the step is computed plainly, or fails there)
                 log.warning("steps of %d rows are not captured, and take longer (%s)", shape[0], error)
                 into = self._into(shape)

@@ -10,6 +10,7 @@
 
 typedef unsigned int u32;
 typedef long long i64;
+typedef unsigned long long u64;
 typedef unsigned short bf16;
 
 constexpr int PIECES = DK / PIECE, TILES = (2 * EACH + 7) / 8, K_STEP = HEADS / GROUP * DK;
@@ -72,6 +73,14 @@ __device__ __forceinline__ void copy(u32 to, const void* from, bool there) {  //
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0));
 }
 
+// The same of a state. What is only seen goes first out of the second-level cache, so that all else stays there; what is
+// stored again does not, since it is written where it was read.
+constexpr u64 USUAL = 0x1000000000000000, GOES = 0x12F0000000000000;
+__device__ __forceinline__ void copy_state(u32 to, const void* from, bool there, u64 hint) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                 "r"(there ? 16 : 0), "l"(hint));
+}
+
 __device__ __forceinline__ void fetch(const Numbers& of, const Work& work, u32 memory, int piece) {
     if (work.count) {
         const u32 slot = memory + piece % RING * SLOT;
@@ -79,9 +88,10 @@ __device__ __forceinline__ void fetch(const Numbers& of, const Work& work, u32 m
         const float* from = of.states + (work.source < 0 ? 0 : work.source) * of.slot_stride;
         from += ((i64)work.head * DK + piece * PIECE + row) * DV + chunk * 4;
         const u32 to = slot + chunk / 8 * SLICE + row * 128;
+        const u64 hint = work.target < 0 ? GOES : USUAL;
 #pragma unroll
         for (int i = 0; i < PIECE / 4; ++i)  // eight threads that read at a time find their rows in different banks
-            copy(to + i * 512 + (chunk % 8 ^ i / 2 * 2) * 16, from + i * 4 * DV, work.source >= 0);
+            copy_state(to + i * 512 + (chunk % 8 ^ i / 2 * 2) * 16, from + i * 4 * DV, work.source >= 0, hint);
         const int first = work.head / GROUP * DK + piece * PIECE;
         for (int i = threadIdx.x; i < (OWED + TILES * 8) * 4; i += DV) {
             if (i < OWED * 4) {
