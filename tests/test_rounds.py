@@ -96,4 +96,5 @@ def test_rounds_that_follow_before_others_are_read(family, character, monkeypatc
             made.check()
         made._runner.pool.check()
         assert made._loop.drafting.failure is None
-    assert character == "wild" or sum(each is not None for each in followed) > 5
+    least = {"right": 6, "often right": 2, "wild": 0}[character]  # by who runs beside whom it is more
+    assert sum(each is not None for each in followed) >= least

@@ -58,10 +58,14 @@ def _known(first, low, end, block_n: tl.constexpr):
 
 @triton.jit
 def _tile(rows, at, columns, inside, width: tl.constexpr, early: tl.constexpr):
-    """Keys or values. Where all are asked for early, those outside are others, so that none need be left out."""
+    """Keys or values. Where all are asked for early, those outside are others, so that none need be left out.
+
+    Of many rows they are more than the second-level cache holds, and better go first than what is used again.
+    """
     place = rows + at[:, None] + columns[None, :]
     if not early:
-        return tl.load(place, mask=inside[:, None] & (columns < width)[None, :], other=0.0)
+        there = inside[:, None] & (columns < width)[None, :]
+        return tl.load(place, mask=there, other=0.0, eviction_policy="evict_first")
     elif width < columns.shape[0]:
         return tl.load(place, mask=(columns < width)[None, :], other=0.0)
     else:
