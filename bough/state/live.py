@@ -119,7 +119,7 @@ class State:
         whole = length == self.length == self.known
         runs, slot = (dict(self.runs), self.slot) if whole else self._expect_resolved((), length)
         other = State(self.pool)
-        other._become(length, runs, slot)
+        other._hold(length, runs, slot)
         other.points = {at: point.held() for at, point in self.points.items() if at <= length}
         return other
 
@@ -230,11 +230,16 @@ class State:
 
     def _become(self, length: int, runs: dict[int, Run], slot: int | None, known: int | None = None) -> None:
         """Refer to these pages and this slot instead of the present ones."""
+        before = list(self.references())
+        self._hold(length, runs, slot, known)
+        self.pool.release(before)
+
+    def _hold(self, length: int, runs: dict[int, Run], slot: int | None, known: int | None = None) -> None:
+        """Refer to these pages and this slot."""
         for index, run in runs.items():
             self.pool.stores[index].share(run.ids)
         if slot is not None:
             self.pool.share_slot(slot)
-        self.pool.release(self.references())
         self.owes = None
         self.length, self.known, self.runs, self.slot = length, length if known is None else known, runs, slot
 
