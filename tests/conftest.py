@@ -46,7 +46,8 @@ def engines_that_leave_that_frozen():
     """An engine collects garbage when it is opened; and when it is closed, all that is frozen would be looked through
     by the next one: most of the time of a test that opens several. test_engine.py tests what they do."""
     with pytest.MonkeyPatch.context() as patch:
-        collecting = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
+        collecting = SimpleNamespace(**{name: getattr(gc, name) for name in ("collect", "isenabled")})
+        collecting.freeze = collecting.unfreeze = lambda: None
         patch.setattr("bough.engine.garbage.gc", collecting)
         yield
 

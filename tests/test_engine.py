@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bough import CacheConfig, Engine, SamplingParams
+from bough.engine.request import Handle, Request, TokenIds
 from bough.errors import (
     BadPrompt,
     EmptyPrompt,
@@ -237,6 +238,7 @@ def test_threads(engine):
 def nothing_frozen(monkeypatch):
     """Nor an engine that leaves what conftest.py has frozen."""
     monkeypatch.setattr("bough.engine.garbage.gc", gc)
+    monkeypatch.setattr("bough.engine.garbage._engines", set())  # others are open in other tests' fixtures
     gc.unfreeze()
     yield
     gc.collect()
@@ -252,30 +254,35 @@ def test_what_libraries_made_is_not_looked_through_for_garbage(llama_folder):
     assert gc.get_freeze_count() == 0, "what is garbage by now would stay"
 
 
-def test_an_engine_looks_for_garbage_once_it_has_nothing_to_do(llama_folder, monkeypatch):
-    done, changed = [], threading.Event()
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_is_frozen_stays_so_until_the_last_engine_is_closed(llama_folder):
+    first, second = (Engine.load(llama_folder, dtype="float32") for _ in range(2))
+    for _ in range(2):
+        first.close()
+        assert gc.get_freeze_count() > 1000
+    second.close()
+    assert gc.get_freeze_count() == 0
 
-    def did(what: str) -> None:
-        done.append(what)
-        changed.set()
 
-    def next_one() -> str:
-        assert changed.wait(20)
-        changed.clear()
-        return done[-1]
-
-    monkeypatch.setattr("bough.engine.garbage.look", lambda: did("look"))
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_captured_graphs_leave_is_not_looked_through_either(llama_folder):
     with Engine.load(llama_folder, dtype="float32") as engine:
-        monkeypatch.setattr("bough.engine.garbage.leave_out", lambda: did("leave out"))
         engine.generate("a", GREEDY)
-        assert next_one() == "look"
+        before, made = gc.get_freeze_count(), [[] for _ in range(5000)]
         engine.generate("a", GREEDY)
+        assert gc.get_freeze_count() <= before, "nothing was captured"
         engine._runner.graphs.made += 1  # as if on a device
-        assert next_one() == "leave out"
         engine.generate("a", GREEDY)
-        assert next_one() == "look"
-        time.sleep(0.6)
-        assert len(done) == 3, "there is nothing new to look through"
+        assert gc.get_freeze_count() > before + len(made) // 2
+        gc.disable()
+        try:
+            before = gc.get_freeze_count()
+            made += [[] for _ in range(5000)]
+            engine._runner.graphs.made += 1
+            engine.generate("a", GREEDY)
+            assert gc.get_freeze_count() <= before, "nobody wants it to be looked for"
+        finally:
+            gc.enable()
 
 
 def test_what_listens_is_forgotten_at_the_end(llama_folder):
@@ -297,6 +304,31 @@ def test_what_listens_is_forgotten_at_the_end(llama_folder):
                     break
                 time.sleep(0.01)
             assert alive() is None
+
+
+@pytest.mark.parametrize("between", ["done and told", "told and over", "over"])
+def test_who_begins_to_listen_while_a_request_ends_hears_of_it(between):
+    """Whatever the engine's thread is about to do when another one begins to listen."""
+    handle, seen = Handle(Request(TokenIds([1]), GREEDY, 0), has_text=False), []
+
+    def listener() -> None:
+        seen.append(handle._news.qsize())
+
+    tell = handle._tell
+
+    def told(news: None) -> None:
+        if between == "done and told":
+            handle.listen(listener)
+        tell(news)
+        if between == "told and over":
+            handle.listen(listener)
+
+    handle._tell = told
+    handle.end()
+    if between == "over":
+        handle.listen(listener)
+    assert seen[-1] == 1, "it never saw the end"
+    assert handle._listener is None
 
 
 def test_chat_keeps_its_tokens(engine):

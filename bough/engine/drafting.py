@@ -35,6 +35,7 @@ from bough.state.live import State
 DEEPEST = 8  # tokens in a draft
 PIECE = 8192  # tokens of a resumed text that a drafter without state is told of at once
 UNTOLD = 128  # tokens that may wait to be told while nothing is drafted
+STREAK = 3  # drafts of a sequence that stood whole one after another, from which on the next is thought to do so too
 PATIENCE = 2.0  # seconds that a drafter without state may take
 
 log = logging.getLogger("bough")
@@ -84,7 +85,7 @@ class Side:
     whole: bool = True  # whether the state holds the text from its beginning
     told: int = 0  # tokens of the text that the drafter knows of
     untold: int = 0  # tokens read since it was last told of all there were
-    stood: bool = False  # whether all of the last draft did
+    stood: int = 0  # drafts that did as a whole, the last ones
     rows: list[Tensor] = field(default_factory=list)  # hidden rows it has yet to be told of, if it reads them
     cuts: list[int] = field(default_factory=list)  # lengths at which the drafter's state is to have resume points
 
@@ -165,16 +166,19 @@ class Drafting:
                     wanted.append((sequence, most))
         return self._proposed(wanted)
 
+    @property
+    def reads_text_alone(self) -> bool:
+        """Whether what it says of a text depends on nothing else."""
+        return self.drafter is not None and not self.drafter.kinds and not self.drafter.reads_hidden
+
     def onward(self, rounds: Sequence[tuple[Running, Sequence[int]]]) -> list[list[int]] | None:
         """What may follow rounds that are under way with these drafts: a token for each, and a draft as long as before.
 
         None where these need not all stand, or where another depth is better, or nothing is known.
         """
-        if self.drafter is None or self.drafter.kinds or self.drafter.reads_hidden:
-            return None  # what it says depends on more than a text
         for sequence, draft in rounds:
             side, left = self._sides.get(sequence), sequence.limit - len(sequence.tokens) - len(draft) - 2
-            if side is None or not side.stood or side.depth.choose(len(rounds), left) != len(draft):
+            if side is None or side.stood < STREAK or side.depth.choose(len(rounds), left) != len(draft):
                 return None
         made, guesses = self._proposed([(sequence, 2 * len(draft) + 1) for sequence, draft in rounds]), []
         for sequence, draft in rounds:
@@ -251,7 +255,7 @@ class Drafting:
         """How a round went."""
         if (side := self._sides.get(sequence)) is not None:
             side.depth.observe(drafted, accepted, seconds, rows)
-            side.stood = 0 < drafted == accepted
+            side.stood = side.stood + 1 if 0 < drafted == accepted else 0
 
     def _tell(self, sequences: Sequence[Running]) -> bool:
         """Bring the drafter up to date on these texts. False: it cannot draft for them now."""

@@ -83,7 +83,7 @@ class Engine:
         )
         self.cache = Cache(self, prefixes)
         self._grammars = Grammars(self.tokenizer, self.model.vocab_size, self.end_tokens)
-        garbage.leave_out()  # what libraries have made by now, until the engine is closed
+        garbage.opened(self)
 
     @classmethod
     def load(
@@ -209,7 +209,7 @@ class Engine:
 
     def close(self) -> None:
         self._loop.close()
-        garbage.leave_nothing_out()
+        garbage.closed(self)
 
     def __enter__(self) -> "Engine":
         return self

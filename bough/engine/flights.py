@@ -16,6 +16,7 @@ from bough.engine.runner import Runner
 from bough.engine.sequence import Sequence
 from bough.engine.verify import Verdict
 from bough.errors import BadLogits, PoolFull
+from bough.state.transaction import commit
 
 
 class Ground(Protocol):
@@ -46,13 +47,14 @@ class Flights:
         self._air = launch(self.runner, sequences)
         return True
 
-    def take_off_with(self, sequences: list[Sequence], drafts: dict[Sequence, Draft]) -> bool:
-        """Launch a draft round of all that run, if it can fly."""
+    def take_off_with(self, sequences: list[Sequence], drafts: dict[Sequence, Draft], began: float) -> bool:
+        """Launch a draft round of all that run, if it can fly. To make the drafts was begun then."""
         made = [draft for each in sequences if isinstance(draft := drafts.get(each), list)]
-        if not self.allowed or len(made) < len(sequences) or not _all_can_fly(sequences, made):
+        flies = self.allowed and self.drafting.reads_text_alone and len(made) == len(sequences)
+        if not flies or not _all_can_fly(sequences, made):
             return False
         self._ground.fence()
-        self._air = rounds.launch(self.runner, sequences, made)
+        self._air = rounds.launch(self.runner, sequences, made, began)
         return True
 
     def _can_fly(self, sequences: list[Sequence]) -> bool:
@@ -101,11 +103,19 @@ class Flights:
     # Draft rounds.
 
     def _land_round(self, flight: Round) -> None:
+        """The same of a draft round.
+
+        A row whose logits were no numbers tries again without a draft, or fails if the next round has gone on from it.
+        """
         try:
             after = self._followed(flight)
             verdicts, bad = flight.read()
+            kept = [len(verdict.tokens) for verdict in verdicts]
             if after is not None:
-                after.opened = self.runner.land([len(verdict.tokens) for verdict in verdicts])
+                after.opened = self.runner.land(kept)
+            else:
+                alive = [row for row, sequence in enumerate(flight.sequences) if not sequence.handle.done]
+                commit([(flight.opened[row], 0 if row in bad else kept[row]) for row in alive])
         except Exception as error:  # noqa: BLE001 (as in a step)
             self.runner.lose()
             self._ground.fail([each for each in flight.sequences if not each.handle.done], error)
@@ -115,31 +125,37 @@ class Flights:
         for row, (sequence, verdict) in enumerate(zip(flight.sequences, verdicts, strict=True)):
             if sequence.handle.done:
                 continue
-            if after is None:
-                flight.opened[row].commit(0 if row in bad else len(verdict.tokens))
-                if row in bad:  # it tries again without a draft
-                    self.drafting.park(sequence)
-                    continue
-            drafted = len(flight.drafts[row])
-            sequence.usage.drafted_tokens += drafted
-            sequence.usage.accepted_tokens += verdict.accepted
-            if not flight.astray[row]:
-                self.drafting.learn(sequence, drafted, verdict.accepted, seconds, rows)
+            if row in bad and after is None:
+                self.drafting.park(sequence)
+                continue
+            if row not in bad:
+                self._learn(flight, row, verdict, seconds, rows)
             if after is not None:
-                after.astray[row] = after.fed[row][0] != verdict.tokens[-1][0] or verdict.accepted < drafted
+                astray = verdict.accepted < len(flight.drafts[row]) or after.fed[row][0] != verdict.tokens[-1][0]
+                after.astray[row] = astray
             self._take(sequence, verdict, bad=row in bad)
+
+    def _learn(self, flight: Round, row: int, verdict: Verdict, seconds: float, rows: int) -> None:
+        """How a row's draft did, unless it was made for another text."""
+        sequence, drafted = flight.sequences[row], len(flight.drafts[row])
+        sequence.usage.drafted_tokens += drafted
+        sequence.usage.accepted_tokens += verdict.accepted
+        if not flight.astray[row]:
+            self.drafting.learn(sequence, drafted, verdict.accepted, seconds, rows)
 
     def _followed(self, flight: Round) -> Round | None:
         """The next round, launched on what may follow this one."""
-        sequences = flight.sequences
+        began, sequences = time.perf_counter(), flight.sequences
         if any(each.handle.done for each in sequences) or not set(self._running) <= set(sequences):
+            return None
+        if not self.runner.may_go_on():
             return None
         fed = self.drafting.onward(list(zip(sequences, flight.drafts, strict=True)))
         if fed is None or not _all_can_fly(sequences, fed):
             return None
         self._ground.fence()
         try:
-            return rounds.follow(self.runner, flight, fed)
+            return rounds.follow(self.runner, flight, fed, began)
         except PoolFull:
             return None  # as above
 

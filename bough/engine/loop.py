@@ -33,7 +33,6 @@ from bough.state.transaction import Transaction, commit
 Result = TypeVar("Result")
 BESIDE_WRITERS = 2048  # tokens of a step that others wait for
 HANDOVER = 1e-4  # seconds in which whoever waits for a first token gets the interpreter, before we tidy up
-QUIET = 0.25  # seconds without anything to do, after which there is time to look for garbage
 PACE = 0.02  # seconds between looks at a disk that is being written to, when there is nothing else to do
 
 
@@ -51,7 +50,7 @@ class Loop:
         self._short_of_memory = False  # too short to draft
         self.flights = Flights(runner, drafting, self._running, self)
         self._steps = self._submitted = self._received = 0
-        self._tidied = self._captured = 0  # requests and graphs when garbage was looked for last
+        self._captured = 0  # graphs when garbage was looked for last
         self._closed = False
         self._gate = threading.Lock()  # nothing is put into the inbox after the order to close
         self._thread = threading.Thread(target=self._work, name="bough-engine", daemon=True)
@@ -106,6 +105,7 @@ class Loop:
                 self._drop_unwanted()
                 self._waiting.start(self._running, self.max_running)
                 self._step()
+                self._tidy()
             for sequence in [*self._running, *self._waiting]:
                 sequence.cut_off()
                 self.end(sequence, "cancelled")
@@ -134,10 +134,8 @@ class Loop:
         idle = not self._running and self._waiting.is_idle and not self.flights
         while idle or not self._inbox.empty():
             try:
-                item = self._inbox.get(timeout=self._patience)
+                item = self._inbox.get(timeout=PACE if self.cache.tiers.busy else None)
             except queue.Empty:
-                if self._patience == QUIET:
-                    self._tidy()
                 return True
             if item is None:
                 return False
@@ -149,21 +147,11 @@ class Loop:
             idle = False
         return True
 
-    @property
-    def _patience(self) -> float | None:
-        """Seconds to wait for something to do before a look around; None: there is nothing to look for."""
-        if self.cache.tiers.busy:
-            return PACE
-        return QUIET if self._tidied < self._received else None
-
     def _tidy(self) -> None:
-        """Look for garbage. What compilers and captured graphs have left stays, and is not looked through again."""
-        made = self.runner.graphs.made
-        if made == self._captured:
-            garbage.look()
-        else:
+        """What compilers and captured graphs have just left stays, and need not be looked through for garbage again."""
+        if (made := self.runner.graphs.made) != self._captured:
+            self._captured = made
             garbage.leave_out()
-        self._tidied, self._captured = self._received, made
 
     def _drop_unwanted(self) -> None:
         for sequence in (*self._running, *self._waiting):
@@ -202,7 +190,7 @@ class Loop:
         if alone and self.flights.take_off(writing):
             return
         drafts = {} if self._short_of_memory else self.drafting.drafts(writing, len(rows))
-        if alone and drafts and self.flights.take_off_with(writing, drafts):
+        if alone and drafts and self.flights.take_off_with(writing, drafts, began):
             return
         before = [s.computed for s in sequences]
         hidden, logits, opened = self._forward(rows, choosing, drafts)

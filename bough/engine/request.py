@@ -86,6 +86,7 @@ class Handle:
         self._output: Output | None = None
         self._error: BaseException | None = None
         self._listener: Callable[[], None] | None = None
+        self._over = False  # whether all has been told
 
     def cancel(self) -> None:
         """Stop as soon as the step that is running ends. What was written until then is the result."""
@@ -128,7 +129,7 @@ class Handle:
         """
         self._listener = listener
         listener()
-        if self.done:
+        if self._over:
             self._listener = None
 
     def _next(self, seconds: float | None) -> Piece | None:
@@ -146,9 +147,11 @@ class Handle:
         self._output, self._error = output, error
         self._done.set()
         self._tell(None)
+        self._over = True
         self._listener = None
 
     def _tell(self, news: Piece | None) -> None:
         self._news.put(news)
-        if self._listener is not None:
-            self._listener()
+        listener = self._listener  # looked at once: another thread may forget it
+        if listener is not None:
+            listener()

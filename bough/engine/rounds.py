@@ -6,7 +6,6 @@ for the other. What it feeds first is the token that the device has chosen itsel
 seen to stand. So if the guess was wrong the round gives one token, as a plain step does, and the answers are the same.
 """
 
-import time
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from itertools import accumulate
@@ -69,9 +68,9 @@ def can_fly(sequence: Sequence, draft: Tokens[int]) -> bool:
     return flight.can_fly(sequence) and not ends and sequence.request.params.temperature == 0
 
 
-def launch(runner: Runner, sequences: list[Sequence], drafts: list[list[int]]) -> Round:
-    """Feed each sequence its last token and its draft."""
-    began, states, opened = time.perf_counter(), list[State](), list[Transaction]()
+def launch(runner: Runner, sequences: list[Sequence], drafts: list[list[int]], began: float) -> Round:
+    """Feed each sequence its last token and its draft, which to make was begun then."""
+    states, opened = list[State](), list[Transaction]()
     for sequence in sequences:
         assert sequence.state is not None
         states.append(sequence.state)
@@ -85,10 +84,9 @@ def launch(runner: Runner, sequences: list[Sequence], drafts: list[list[int]]) -
     return _drawn(runner, sequences, fed, logits, began, opened)
 
 
-def follow(runner: Runner, before: Round, fed: list[list[int]]) -> Round | None:
+def follow(runner: Runner, before: Round, fed: list[list[int]], began: float) -> Round | None:
     """Feed each sequence the token that the device has chosen for it last, and a draft as long as before; None where
     that cannot be. Of `fed` the first token is a guess at that one. It has to land when the round before is read."""
-    began = time.perf_counter()
     logits = runner.go_on(before.kept, before.drawn.ids, [token for tokens in fed for token in tokens])
     return None if logits is None else _drawn(runner, before.sequences, fed, logits, began, [])
 

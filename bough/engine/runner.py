@@ -71,6 +71,10 @@ class Runner:
         done = self.graphs.go_on(kept, chosen, tokens)
         return None if done is None else done[1]
 
+    def may_go_on(self) -> bool:
+        """Whether that can be."""
+        return self.graphs.may_go_on()
+
     def land(self, kept: Sequence[int]) -> list[Transaction]:
         """So many tokens of the round before are kept: the transactions of the one that has begun."""
         return self.graphs.land(kept)

@@ -80,10 +80,9 @@ class Captured:
             launched = True
             self.graph.replay()
             rows.finish(self.journal)
-            if len(rows.states) < MANY:
-                self.fixed.make_ready()
-            if len(rows.states) >= MANY or self.into is self.journal.all:
+            if len(rows.states) >= MANY:
                 return self.ahead_of(rows.states, rows.counts)
+            self.fixed.make_ready()
         except BaseException:
             rows.abort()
             for state in rows.states if launched else ():  # nobody knows whether slots were stored
@@ -124,6 +123,7 @@ class Graphs:
         self._journal, self._recordable = Journal(pool), pool.max_running
         self._captured: dict[Shape, Captured | None] = {}
         self.made = 0  # graphs, so far
+        self._last: tuple[Captured, Steady | Ahead] | None = None  # the step before, if it was steady
         self._ahead: tuple[Captured, Ahead] | None = None  # the step that is likely to follow
         self._begun: tuple[Captured, Ahead] | None = (
             None  # one that is under way, before its states know where it began
@@ -141,7 +141,7 @@ class Graphs:
         total = step.rows.total
         if captured.rows is not None and rows is not None:
             captured.rows[:total].copy_(rows)
-        self._ahead = None
+        self._last = self._ahead = None
         captured.replay(step)
         return captured.hidden[:total], captured.logits[:total]
 
@@ -153,30 +153,38 @@ class Graphs:
             return None
         captured, rows = planned
         ahead = captured.replay_steady(rows, given)
-        self._ahead = None if ahead is None else (captured, ahead)
+        self._last, self._ahead = (captured, rows), None if ahead is None else (captured, ahead)
         return captured.hidden[: rows.total], captured.logits[: rows.total]
 
     def go_on(self, kept: Tensor, chosen: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor] | None:
         """Begin the next round of the states that are in one, before anybody knows how many tokens of that they keep.
 
         The device does (`kept` [R], one at the least). They are fed as many `tokens` as before, but first the one that
-        was `chosen` [T] after those kept. Hidden rows and logits; None where that cannot be. Until it has landed, no
-        other step may be taken.
+        was `chosen` [T] after those kept. Hidden rows and logits; None where that cannot be (`may_go_on`). Until it has
+        landed, no other step may be taken.
         """
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or not ahead[1].may_begin():
+        if not self.may_go_on():
             return None
-        captured, rows = ahead
+        assert self._ahead is not None
+        (captured, rows), ahead, self._ahead = self._ahead, self._ahead, None
         captured.begin(rows, kept, chosen, tokens)
         self._begun = ahead
         return captured.hidden[: rows.total], captured.logits[: rows.total]
 
+    def may_go_on(self) -> bool:
+        """Whether there is a round that all its states are still in, and the next one can be launched behind it."""
+        if self._ahead is None and self._last is not None:  # so few rows that it was not made ready
+            captured, rows = self._last
+            self._ahead = captured, captured.ahead_of(rows.states, rows.counts)
+        return self._ahead is not None and self._ahead[1].may_begin()
+
     def land(self, kept: Sequence[int]) -> list[Transaction]:
         """It is known how many tokens of the round before are kept: the transactions of the one that has begun."""
         assert self._begun is not None
-        (captured, rows), self._begun = self._begun, None
+        captured, rows = self._begun
         assert captured.journal is not None
         opened = rows.land(captured.journal, kept)
+        self._last, self._begun = self._begun, None
         self._ahead = captured, captured.ahead_of(rows.states, rows.counts)
         return opened
 
@@ -187,7 +195,7 @@ class Graphs:
             begun[1].lose()
 
     def _planned(self, batch: Batch) -> tuple[Captured, Steady | Ahead] | None:
-        ahead, self._ahead = self._ahead, None  # whatever becomes of it
+        ahead, self._last, self._ahead = self._ahead, None, None  # whatever becomes of it
         if ahead is not None and len(batch) >= MANY and ahead[1].is_of(batch):
             return ahead
         rows = None if self._memory is None or len(batch) > MOST else steady(self.pool, batch)
@@ -255,7 +263,7 @@ class Graphs:
         if any(recorded != "none" for _, _, recorded in self._captured):
             torch.cuda.synchronize(self.pool.device)  # nothing of it may be under way
         self._captured = {shape: each for shape, each in self._captured.items() if shape[2] == "none"}
-        self._journal, self._ahead = Journal(self.pool, states), None
+        self._journal, self._last, self._ahead = Journal(self.pool, states), None, None
 
     def _capture(self, shape: Shape, like: Tensor | None) -> Captured:
         rows, each, _ = shape
