@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 from parity import random_tokens
-from speculation import USED, VOCABULARY, WITH_HEAD, _saved
+from speculation import USED, VOCABULARY, WITH_HEAD, Fixed, Right, Written, _saved
 
 from bough import CacheConfig, Engine, SamplingParams
 from bough.draft.mtp import MTPDrafter, MTPHead
@@ -98,6 +98,32 @@ def test_with_a_drafter(family, draft):
         for _ in range(2):
             same(answers(made), expected)
         made._runner.pool.check()
+
+
+class ReadsRows(Written):
+    """Is told hidden rows too."""
+
+    reads_hidden = True
+
+    def __init__(self, guess) -> None:
+        super().__init__(guess)
+        self.told: list[tuple[int, int]] = []
+
+    def committed(self, rows) -> None:
+        super().committed(rows)
+        self.told += [(len(row.tokens), 0 if row.hidden is None else len(row.hidden)) for row in rows]
+
+
+def test_rounds_of_who_reads_rows_are_read_before_the_next():
+    prompt, params = random_tokens(VOCABULARY, 9, seed=3), SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    with engine("qwen3_5", ahead=False) as plain:
+        expected = plain.generate(prompt, params).tokens
+    drafter = ReadsRows(Right([[*prompt, *expected]]))
+    with engine("qwen3_5", ahead=True, draft=drafter) as made:
+        made._loop.drafting.depth = Fixed(deepest=3)
+        output = made.generate(prompt, params)
+        assert output.tokens == expected and output.usage.accepted_tokens > 10
+    assert drafter.told and all(tokens - rows <= 1 for tokens, rows in drafter.told), drafter.told
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])

@@ -214,7 +214,7 @@ class Ahead:
         return opened
 
     def _give_pages(self, history: Sequence[int]) -> None:
-        """Each state gets the pages of its tokens after so many. Others that it had, or might have got, go back."""
+        """Each state gets the pages of its tokens after so many. Others that it might have got go back."""
         self._pool.unregister(self)
         store, size, at, spare = self._pool.stores[self._unit], self._size, 0, [EMPTY.ids]
         taken, self._taken = self._taken, EMPTY.ids
