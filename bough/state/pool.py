@@ -1,7 +1,8 @@
 """The memory of all state on one device: one arena, cut into slabs, lent out as pages and slots.
 
 Invariants (`check()` asserts them):
-- refs(entry) is the number of live holders (states, snapshots, open reservations, rounds begun) that list it; scratch has one more.
+- refs(entry) is the number of live holders (states, snapshots, open reservations, begun rounds) that list it; scratch
+  has one more.
 - A slab is free or belongs to exactly one unit; a unit owns a slab exactly while one of its entries there is used.
 - free + used == all, in slabs and in bytes.
 - A page's fill mark is at least what any holder has in it.
