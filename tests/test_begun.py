@@ -142,6 +142,12 @@ def test_what_was_not_left_by_a_round_does_not_go_on():
     assert side.go_on([1, 1], [[7, 8, 9]] * 2)
     side.land([1, 1])
     side.check()
+    side.states[0].release()
+    assert not side.go_on([1, 1], [[7, 8, 9]] * 2)
+    side.opened[1].commit(1)
+    side.feed([1, 2], [[7], [8]])  # no round
+    assert not side.go_on([1, 1], [[7], [8]])
+    side.pool.check()
 
 
 @pytest.mark.parametrize("fault", ["send", "replay", "landing"])

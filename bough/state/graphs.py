@@ -125,9 +125,7 @@ class Graphs:
         self.made = 0  # graphs, so far
         self._last: tuple[Captured, Steady | Ahead] | None = None  # the step before, if it was steady
         self._ahead: tuple[Captured, Ahead] | None = None  # the step that is likely to follow
-        self._begun: tuple[Captured, Ahead] | None = (
-            None  # one that is under way, before its states know where it began
-        )
+        self._begun: tuple[Captured, Ahead] | None = None  # one under way whose states do not know where it began
         self._memory = torch.cuda.graph_pool_handle() if pool.device.type == "cuda" else None
 
     def __call__(self, step: Step, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -173,10 +171,12 @@ class Graphs:
 
     def may_go_on(self) -> bool:
         """Whether there is a round that all its states are still in, and the next one can be launched behind it."""
-        if self._ahead is None and self._last is not None:  # so few rows that it was not made ready
+        if self._last is None or any(state.transaction is None for state in self._last[1].states):
+            return False
+        if self._ahead is None:  # so few rows that it was not made ready
             captured, rows = self._last
             self._ahead = captured, captured.ahead_of(rows.states, rows.counts)
-        return self._ahead is not None and self._ahead[1].may_begin()
+        return self._ahead[1].may_begin()
 
     def land(self, kept: Sequence[int]) -> list[Transaction]:
         """It is known how many tokens of the round before are kept: the transactions of the one that has begun."""
