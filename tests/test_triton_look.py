@@ -1,10 +1,11 @@
-"""What keys and queries see of states, by the kernel in CUDA C++, which only a Hopper can run: against float64."""
+"""What keys and queries see of states, by the kernel in CUDA C++: against float64, on a Hopper and on the host."""
 
 import shutil
 import subprocess
 
 import pytest
 import torch
+from on_host import Host, needs_compiler
 from test_triton import INSTALLED
 from test_triton_wide import HOPPER, error, on_hopper
 from torch import Tensor
@@ -14,7 +15,7 @@ from bough.ops.ragged import OWED, Owed, ShortRows
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
 
 if INSTALLED:
-    from bough.ops.triton.look import look, source
+    from bough.ops.triton.look import _kernel, look, source
 
 SLOTS, LAYERS = 12, 3
 COUNTS = (5, 0, 9, 1, 3, 2, 5, 4)  # up to as many as there is room for
@@ -30,16 +31,14 @@ def expected(s: Tensor, owed: tuple[Tensor, ...], asked: Tensor) -> tuple[Tensor
     return s, asked @ s
 
 
-@on_hopper
-@pytest.mark.parametrize(("dk", "dv", "heads", "group"), [(128, 128, 32, 2), (64, 96, 5, 1), (192, 32, 6, 3)])
-@pytest.mark.parametrize("each", [1, 2, 3, 5, 9])
-@pytest.mark.parametrize("times", [1, 40])  # so many rows that blocks have several, too
-def test_what_is_seen(dk, dv, heads, group, each, times):
+def expect_seen(dk: int, dv: int, heads: int, group: int, each: int, times: int, device: str = "cpu", host=None):
+    """Rows of all sorts, so many times."""
+
     def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(*shape, device="cuda").to(dtype)
+        return torch.randn(*shape, device=device).to(dtype)
 
     def numbers(values) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device="cuda")
+        return torch.tensor(values, dtype=torch.int32, device=device)
 
     counts = [min(count, each) for count in COUNTS] * times
     rows, starts = len(counts), [sum(counts[:row]) for row in range(len(counts))]
@@ -54,7 +53,9 @@ def test_what_is_seen(dk, dv, heads, group, each, times):
     by_row = [(slot if slot < 0 else slot + SLOTS * turn) for turn in range(times) for slot in READ]
     stored = [(slot if slot < 0 else slot + SLOTS * turn) for turn in range(times) for slot in KEEP]
     owed = Owed(*map(numbers, ([row * OWED for row in range(rows)], OWED_TOKENS * times, stored, [0] * rows)))
-    seen = torch.full((rows, heads, 1, 2 * each, dv), torch.nan, device="cuda")
+    seen = torch.full((rows, heads, 1, 2 * each, dv), torch.nan, device=device)
+    if host is not None:
+        host.read = qk, data, *kept
     assert look(q, k, seen, states, ShortRows(*map(numbers, (starts, counts, by_row, [-1] * rows))), kept, owed)
     for row in range(0, rows, 1 if times == 1 else 7):
         tokens, start, count = OWED_TOKENS[row % len(COUNTS)], starts[row], counts[row]
@@ -74,6 +75,28 @@ def test_what_is_seen(dk, dv, heads, group, each, times):
     others = [slot for slot in range(len(data)) if slot not in stored]
     assert torch.equal(data[others].double(), before[others])  # nothing else was touched
     assert torch.equal(data[:, [0, 2]].double(), before[:, [0, 2]])
+
+
+@on_hopper
+@pytest.mark.parametrize(("dk", "dv", "heads", "group"), [(128, 128, 32, 2), (64, 96, 5, 1), (192, 32, 6, 3)])
+@pytest.mark.parametrize("each", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("times", [1, 40])  # so many rows that blocks have several, too
+def test_what_is_seen(dk, dv, heads, group, each, times):
+    expect_seen(dk, dv, heads, group, each, times, "cuda")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("dk", "dv", "heads", "group", "each"), [(128, 128, 2, 2, 1), (64, 96, 3, 1, 5), (192, 32, 2, 1, 9)]
+)
+def test_what_is_seen_on_the_host(dk, dv, heads, group, each, tmp_path):
+    """In several orders of its threads; copies come at once, or as late as they may."""
+    host = Host(tmp_path)
+    with host.stands_in(_kernel, processors=2):
+        for host.seed in range(6):
+            host.late = host.seed % 2 > 0
+            expect_seen(dk, dv, heads, group, each, 1, host=host)
+    assert host.launches == 6
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs CUDA's compiler")

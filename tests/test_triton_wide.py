@@ -1,11 +1,14 @@
-"""Products of some hundred rows: those in CUDA C++, which only a Hopper can run, and rows to spare anywhere."""
+"""Products of some hundred rows: those in CUDA C++, on a Hopper and on the host, and rows to spare anywhere."""
 
+import ctypes
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from on_host import Host, needs_compiler
 from test_triton import INSTALLED
 
 from bough.ops.activation import gelu_tanh
@@ -18,7 +21,7 @@ if INSTALLED:
     from bough.ops.triton import product, wide
     from bough.ops.triton.native import able, compiled, kernel
     from bough.ops.triton.spare import BAD, GOOD, OUTPUTS, with_spare
-    from bough.ops.triton.wide import cut
+    from bough.ops.triton.wide import _kernel, _map, cut
 
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
 
@@ -27,9 +30,18 @@ def error(out: torch.Tensor, exact: torch.Tensor) -> float:
     return float((out.double() - exact).norm() / exact.norm())
 
 
-def drawn(rows: int, inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x, weight = (torch.randn(n, inputs, device="cuda", dtype=torch.bfloat16) for n in (rows, 2 * outputs))
+def drawn(rows: int, inputs: int, outputs: int, device: str = "cuda") -> tuple[torch.Tensor, torch.Tensor]:
+    x, weight = (torch.randn(n, inputs, device=device, dtype=torch.bfloat16) for n in (rows, 2 * outputs))
     return x, weight / inputs**0.5
+
+
+def expect_gated(x: torch.Tensor, weight: torch.Tensor, activation) -> torch.Tensor:
+    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+    with_spare(x, (len(x), len(weight) // 2)).fill_(torch.nan)  # which it will be given again
+    out = wide(x, weight, activation)
+    assert out is not None and out.shape == gate.shape
+    assert error(out, activation(gate) * up) < 5e-3
+    return out
 
 
 @on_hopper
@@ -40,12 +52,35 @@ def drawn(rows: int, inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Ten
 )
 def test_gates_and_what_they_gate(rows, inputs, outputs, activation):
     x, weight = drawn(rows, inputs, outputs)
-    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
-    with_spare(x, (rows, outputs)).fill_(torch.nan)  # which it will be given again
-    out = wide(x, weight, activation)
-    assert out is not None and out.shape == (rows, outputs)
-    assert error(out, activation(gate) * up) < 5e-3
+    out = expect_gated(x, weight, activation)
     assert torch.equal(out, wide(x, weight, activation))
+
+
+def encode(into, dtype, dims, at, sizes, strides, box, steps, interleave, swizzle, promotion, fill) -> int:
+    """What the host's copies read a matrix by, in the place of the driver's."""
+    assert (dtype, dims, *steps, interleave, swizzle, fill) == (9, 2, 1, 1, 0, 3, 0)
+    told = (ctypes.c_uint64 * 5)(at.value, *sizes, *strides, box[0] | box[1] << 32)
+    ctypes.memmove(into, told, ctypes.sizeof(told))
+    return 0
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "activation"),
+    [(130, 72, 256, F.silu), (193, 136, 288, torch.sigmoid), (256, 8, 264, gelu_tanh), (317, 392, 280, F.silu)],
+)
+def test_gates_on_the_host(rows, inputs, outputs, activation, tmp_path):
+    """In several orders of its threads; copies come at once, or as late as they may, and rows once it has waited."""
+    host, driver = Host(tmp_path), SimpleNamespace(cuTensorMapEncodeTiled=encode)
+    host.cluster = 2
+    with host.stands_in(_kernel, processors=4, cuda=lambda: driver, shared_bytes=lambda _: ROOM):
+        for host.seed in range(4):
+            host.late = host.seed % 2 > 0
+            host.read = x, weight = drawn(rows, inputs, outputs, "cpu")
+            host.awaited = x
+            expect_gated(x, weight, activation)
+    assert host.launches == 4
+    _map.cache_clear()
 
 
 @on_hopper

@@ -8,9 +8,6 @@
 // Defined where this is compiled: HEADS, GROUP (of them to a key head), DK, DV, EACH, OWED, RING (pieces of PIECE rows that are
 // there or on their way), OLD_STEP, and how many BLOCKS a processor has room for.
 
-typedef unsigned int u32;
-typedef long long i64;
-typedef unsigned long long u64;
 typedef unsigned short bf16;
 
 constexpr int PIECES = DK / PIECE, TILES = (2 * EACH + 7) / 8, K_STEP = HEADS / GROUP * DK;
@@ -22,13 +19,6 @@ struct Factor { float high[4], low[4]; };  // of 11 bits each: what has more is 
 __device__ __forceinline__ void cut(float x, float& high, float& low) {
     high = __uint_as_float(__float_as_uint(x) & 0xFFFFE000);
     low = x - high;
-}
-
-__device__ __forceinline__ void add_product(float (&to)[4], const float (&left)[4], float first, float second) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])
-        : "r"(__float_as_uint(left[0])), "r"(__float_as_uint(left[1])), "r"(__float_as_uint(left[2])),
-          "r"(__float_as_uint(left[3])), "r"(__float_as_uint(first)), "r"(__float_as_uint(second)));
 }
 
 __device__ __forceinline__ float even(u32 two) { return __uint_as_float(two << 16); }
@@ -69,18 +59,6 @@ __device__ __forceinline__ Work work_at(const Numbers& of, int number, int all) 
     return work;
 }
 
-__device__ __forceinline__ void copy(u32 to, const void* from, bool there) {  // 16 bytes, or zeros
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0));
-}
-
-// The same of a state. What is only seen goes first out of the second-level cache, so that all else stays there; what is
-// stored again does not, since it is written where it was read.
-constexpr u64 USUAL = 0x1000000000000000, GOES = 0x12F0000000000000;
-__device__ __forceinline__ void copy_state(u32 to, const void* from, bool there, u64 hint) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
-                 "r"(there ? 16 : 0), "l"(hint));
-}
-
 __device__ __forceinline__ void fetch(const Numbers& of, const Work& work, u32 memory, int piece) {
     if (work.count) {
         const u32 slot = memory + piece % RING * SLOT;
@@ -88,10 +66,12 @@ __device__ __forceinline__ void fetch(const Numbers& of, const Work& work, u32 m
         const float* from = of.states + (work.source < 0 ? 0 : work.source) * of.slot_stride;
         from += ((i64)work.head * DK + piece * PIECE + row) * DV + chunk * 4;
         const u32 to = slot + chunk / 8 * SLICE + row * 128;
-        const u64 hint = work.target < 0 ? GOES : USUAL;
+        // What is only seen goes first out of the second-level cache, so that all else stays there; what is stored again
+        // does not, since it is written where it was read.
+        const Hint hint = work.target < 0 ? GOES : USUAL;
 #pragma unroll
         for (int i = 0; i < PIECE / 4; ++i)  // eight threads that read at a time find their rows in different banks
-            copy_state(to + i * 512 + (chunk % 8 ^ i / 2 * 2) * 16, from + i * 4 * DV, work.source >= 0, hint);
+            copy(to + i * 512 + (chunk % 8 ^ i / 2 * 2) * 16, from + i * 4 * DV, work.source >= 0, hint);
         const int first = work.head / GROUP * DK + piece * PIECE;
         for (int i = threadIdx.x; i < (OWED + TILES * 8) * 4; i += DV) {
             if (i < OWED * 4) {
@@ -116,40 +96,18 @@ __device__ __forceinline__ void fetch(const Numbers& of, const Work& work, u32 m
             if (threadIdx.x < OWED) {
                 const bool there = threadIdx.x < work.tokens;
                 const float* decay = of.decays + (there ? (work.owed_start + threadIdx.x) * HEADS + work.head : 0);
-                asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(memory + DECAYS + threadIdx.x * 4),
-                             "l"(decay), "r"(there ? 4 : 0));
+                copy_number(memory + DECAYS + threadIdx.x * 4, decay, there);
             }
         }
     }
-    asm volatile("cp.async.commit_group;");
-}
-
-template <typename Many>
-__device__ __forceinline__ Many shared_at(u32 at);
-template <>
-__device__ __forceinline__ float4 shared_at(u32 at) {
-    float4 x;
-    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at));
-    return x;
-}
-template <>
-__device__ __forceinline__ uint4 shared_at(u32 at) {
-    uint4 x;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at));
-    return x;
-}
-template <>
-__device__ __forceinline__ uint2 shared_at(u32 at) {
-    uint2 x;
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(at));
-    return x;
+    end_of_group();
 }
 
 // What is left of a state after what is owed; and changes, each decayed by those after it, by eight tokens and by half of
 // the columns. Sums are of their own: differences would lose the digits of weak decays.
 __device__ __forceinline__ float moving_by(u32 memory, int lane, int column, Factor (&moving)[EIGHTS][2]) {
     float own = 0.0f;
-    if (lane < OWED) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(own) : "r"(memory + DECAYS + lane * 4));
+    if (lane < OWED) own = shared_at<float>(memory + DECAYS + lane * 4);
     float after = __shfl_down_sync(0xFFFFFFFF, own, 1), all = own;
     if (lane == 31) after = 0.0f;
 #pragma unroll
@@ -225,7 +183,7 @@ __device__ __forceinline__ void see(
 
 extern "C" __global__ void __launch_bounds__(DV, BLOCKS) look(const Numbers of, int all) {
     extern __shared__ __align__(128) unsigned char room[];
-    const u32 memory = (u32)__cvta_generic_to_shared(room);
+    const u32 memory = shared(room);
     const int lane = threadIdx.x % 32, quad = lane / 4, inner = lane % 4, slice = threadIdx.x / 32 * 32;
     const int column = slice + quad * 4;
     int number = blockIdx.x;
@@ -241,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(DV, BLOCKS) look(const Numbers of, 
         float all_left = 1.0f, seen[2][TILES][4] = {};
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) {
-            asm volatile("cp.async.wait_group %0;" ::"n"(RING - 1) : "memory");  // the others may still be on their way
+            wait_for_groups<RING - 1>();  // the others may still be on their way
             __syncthreads();
             const u32 slot = memory + piece % RING * SLOT;
             float* put = to + piece * PIECE * DV;

@@ -37,9 +37,9 @@ def able(device: torch.device) -> bool:
 
 
 def with_defined(name: str, defined: Mapping[str, object]) -> str:
-    """What is in a file, with these names defined before it."""
-    text = Path(__file__).with_name(f"{name}.cu").read_text()
-    return "".join(f"#define {each} {value}\n" for each, value in defined.items()) + text
+    """What is in a file, with these names defined before it, and what C++ has no words for."""
+    words, text = (Path(__file__).with_name(each).read_text() for each in ("ptx.cuh", f"{name}.cu"))
+    return "".join(f"#define {each} {value}\n" for each, value in defined.items()) + words + text
 
 
 class Kernel:

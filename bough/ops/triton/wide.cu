@@ -1,7 +1,7 @@
 // activation(gate) · up of some hundred rows, in bfloat16, on Hopper's matrix units: x [T, I] times a weight [2O, I] that has
 // O gates and below them what these gate.
 //
-// A block of threads makes N/2 outputs of all rows, so that there is just about one block for each processor; the library
+// A block of threads makes WIDTH/2 outputs of all rows, so that there is just about one block for each processor; the library
 // has tiles of powers of two, of which there are a few more than processors, and most wait for those.
 //
 // One group of four warps has rows and weights copied to a ring of stages in shared memory. The others, GROUPS of them,
@@ -9,68 +9,21 @@
 // each fetches a part of the rows for all, since all that the second-level cache would have to give otherwise is more
 // than it can.
 //
-// Defined where this is compiled: TILES of rows, GROUPS, N (a multiple of 16), STAGES of SPAN inputs (64), CLUSTER, ACTIVATED(x), the
-// registers of a thread as the kernel begins (ENTRY), of groups (WHOLE) and of the last one (LAST); and of the N/2 sums of
+// Defined where this is compiled: TILES of rows, GROUPS, WIDTH (a multiple of 16), STAGES of SPAN inputs (64), CLUSTER, ACTIVATED(x), the
+// registers of a thread as the kernel begins (ENTRY), of groups (WHOLE) and of the last one (LAST); and of the WIDTH/2 sums of
 // a thread for a tile SUMS, their operands in `asm`, and SUMMED(sums), the variables that these are.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-struct alignas(64) Map { char bytes[128]; };  // where the copying units find a matrix
-
 constexpr int ROWS = TILES * 64, EACH = (TILES + GROUPS - 1) / GROUPS;  // inputs of a stage: 128 bytes
-constexpr int X_BYTES = ROWS * SPAN * 2, BYTES = X_BYTES + N * SPAN * 2;
-constexpr u64 STAYS = 0x14F0000000000000, GOES = 0x12F0000000000000;  // in the second-level cache: last, first out
-
-__device__ __forceinline__ u32 shared(const void* at) { return (u32)__cvta_generic_to_shared(at); }
-
-__device__ __forceinline__ void wait(u32 barrier, u32 phase) {
-    asm volatile(
-        "{\n.reg .pred done;\nagain:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n}" ::"r"(barrier), "r"(phase) : "memory");
-}
-
-__device__ __forceinline__ void free_for(u32 barrier, u32 block) {  // tell a block's producer that a stage was read
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(block) : "memory");
-}
-
-__device__ __forceinline__ void fetch(u32 to, const Map* map, int input, int row, u32 barrier, u64 hint) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(input), "r"(row), "r"(barrier), "l"(hint) : "memory");
-}
-
-__device__ __forceinline__ void fetch_for_all(u32 to, const Map* map, int input, int row, u32 barrier, u64 hint) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
-        "[%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to), "l"(map), "r"(input), "r"(row), "r"(barrier),
-        "h"((unsigned short)((1 << CLUSTER) - 1)), "l"(hint) : "memory");
-}
-
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
+constexpr int X_BYTES = ROWS * SPAN * 2, BYTES = X_BYTES + WIDTH * SPAN * 2;
 
 __device__ __forceinline__ void fetch_weights(u32 to, const Map* map, int turn, int first, int outputs, u32 barrier) {
     expect(barrier, BYTES);  // with the rows, which come by themselves
     fetch(to + X_BYTES, map, turn * SPAN, first, barrier, GOES);
-    fetch(to + X_BYTES + N * SPAN, map, turn * SPAN, outputs + first, barrier, GOES);
-}
-
-__device__ __forceinline__ void together() {  // all blocks of the cluster are here
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    fetch(to + X_BYTES + WIDTH * SPAN, map, turn * SPAN, outputs + first, barrier, GOES);
 }
 
 __device__ __forceinline__ u64 matrix(u32 at) {  // rows of 128 bytes in shared memory, eight of them swizzled together
     return (u64)((at & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
-
-__device__ __forceinline__ u32 packed(float first, float second) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-    return both;
 }
 
 __device__ __forceinline__ float low(u32 both) { return __uint_as_float(both << 16); }
@@ -82,54 +35,45 @@ __device__ __forceinline__ u32 gated(u32 gate, u32 value) {
     return packed(activated(low(gate)) * low(value), activated(high(gate)) * high(value));
 }
 
-template <int MOST>
-__device__ __forceinline__ void have_registers() {
-    if (MOST > ENTRY) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MOST));
-    else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MOST));
-}
-
 template <int OWN>
 __device__ __forceinline__ void multiply(
     u32 ring, const u64* full, const u64* empty, unsigned short* out, int group, int rows, int turns, int outputs) {
     const int thread = threadIdx.x % 128, tiles = group * EACH;
-    float sums[OWN][N / 2];
+    float sums[OWN][WIDTH / 2];
 #pragma unroll
     for (int tile = 0; tile < OWN; ++tile)
 #pragma unroll
-        for (int i = 0; i < N / 2; ++i) sums[tile][i] = 0.0f;
+        for (int i = 0; i < WIDTH / 2; ++i) sums[tile][i] = 0.0f;
     u32 stage = 0, phase = 0;
     for (int turn = 0; turn < turns; ++turn) {
         wait(shared(full + stage), phase);
         const u32 at = ring + stage * BYTES;
         const u64 left = matrix(at + tiles * (64 * SPAN * 2)), right = matrix(at + X_BYTES);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        begin_products();
 #pragma unroll
         for (int k = 0; k < SPAN / 16; ++k)
 #pragma unroll
             for (int tile = 0; tile < OWN; ++tile)
-                asm volatile(
-                    "wgmma.mma_async.sync.aligned.m64n" WIDTH "k16.f32.bf16.bf16 "
-                    "{" SUMS "}, %" LEFT ", %" RIGHT ", 1, 1, 1, 0, 0;"
-                    : SUMMED(sums[tile]) : "l"(left + tile * (64 * SPAN * 2 >> 4) + 2 * k), "l"(right + 2 * k));
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                add_wide_product(sums[tile], left + tile * (64 * SPAN * 2 >> 4) + 2 * k, right + 2 * k);
+        end_of_products();
+        wait_for_products<1>();
         // All but these products are done: the stage before can be filled again, if it will be. Nobody is told of more,
         // so that whoever was told has waited for it, and is not gone.
         if (turn > 0 && turn - 1 + STAGES < turns && thread < CLUSTER)
-            free_for(shared(empty + (stage == 0 ? STAGES : stage) - 1), thread);
+            arrive(shared(empty + (stage == 0 ? STAGES : stage) - 1), thread);
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    wait_for_products<0>();
 #pragma unroll
-    for (int tile = 0; tile < OWN; ++tile) asm volatile("" : SUMMED(sums[tile])::"memory");  // not used before
+    for (int tile = 0; tile < OWN; ++tile) not_used_before(sums[tile]);
     const int row = tiles * 64 + thread / 32 * 16 + thread % 32 / 4;
-    const int column = blockIdx.x * (N / 2) + thread % 4 * 2;
+    const int column = blockIdx.x * (WIDTH / 2) + thread % 4 * 2;
 #pragma unroll
     for (int tile = 0; tile < OWN; ++tile)
 #pragma unroll
-        for (int i = 0; i < N / 8; ++i) {  // two neighbours at a time
+        for (int i = 0; i < WIDTH / 8; ++i) {  // two neighbours at a time
             const int here = row + tile * 64 + i % 2 * 8, at = column + i / 2 * 8;
-            const float *gate = sums[tile] + 2 * i, *value = gate + N / 4;
+            const float *gate = sums[tile] + 2 * i, *value = gate + WIDTH / 4;
             const u32 both = gated(packed(gate[0], gate[1]), packed(value[0], value[1]));
             if (here < rows && at < outputs) *(u32*)(out + (u64)here * outputs + at) = both;
         }
@@ -138,45 +82,44 @@ __device__ __forceinline__ void multiply(
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(GROUPS * 128 + 128, 1)
 wide(const __grid_constant__ Map x, const __grid_constant__ Map weight, unsigned short* out, int rows, int inputs,
      int outputs) {
-    extern __shared__ __align__(1024) unsigned char memory[];
-    __shared__ alignas(8) u64 full[STAGES], empty[STAGES];
+    extern __shared__ __align__(1024) unsigned char room[];
+    __shared__ u64 full[STAGES], empty[STAGES];
     const int turns = (inputs + SPAN - 1) / SPAN, group = threadIdx.x / 128;
-    const u32 ring = shared(memory);
+    const u32 ring = shared(room);
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(full + stage)));
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(empty + stage)), "r"(CLUSTER * GROUPS));
+            init(shared(full + stage), 1);
+            init(shared(empty + stage), CLUSTER * GROUPS);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        end_of_init();
     }
-    together();
+    cluster_is_here();
     if (group == GROUPS) {
-        have_registers<24>();
+        have_registers<false, 24>();
         if (threadIdx.x % 128 == 0) {
-            const int first = blockIdx.x * (N / 2);
-            u32 which, stage = 0, phase = 1;
-            asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(which));
-            const u32 part = which * (ROWS / CLUSTER);  // the rows that it fetches
+            const int first = blockIdx.x * (WIDTH / 2);
+            u32 stage = 0, phase = 1;
+            const u32 part = block_of_cluster() * (ROWS / CLUSTER);  // the rows that it fetches
             for (int turn = 0; turn < min(turns, STAGES); ++turn)  // nothing before this launch has written weights
                 fetch_weights(ring + turn * BYTES, &weight, turn, first, outputs, shared(full + turn));
-            asm volatile("griddepcontrol.wait;" ::: "memory");
+            wait_for_launch_before();
             for (int turn = 0; turn < turns; ++turn) {
                 const u32 barrier = shared(full + stage), to = ring + stage * BYTES;
                 if (turn >= STAGES) {
                     wait(shared(empty + stage), phase);
                     fetch_weights(to, &weight, turn, first, outputs, barrier);
                 }
-                fetch_for_all(to + part * (SPAN * 2), &x, turn * SPAN, part, barrier, STAYS);
+                fetch_for_all<CLUSTER>(to + part * (SPAN * 2), &x, turn * SPAN, part, barrier, STAYS);
                 if (++stage == STAGES) stage = 0, phase ^= 1;
             }
         }
         __syncwarp();
     } else if (group < GROUPS - 1) {
-        have_registers<WHOLE>();
+        have_registers<(WHOLE > ENTRY), WHOLE>();
         multiply<EACH>(ring, full, empty, out, group, rows, turns, outputs);
     } else {
-        have_registers<LAST>();
+        have_registers<(LAST > ENTRY), LAST>();
         multiply<TILES - EACH * (GROUPS - 1)>(ring, full, empty, out, group, rows, turns, outputs);
     }
-    together();  // shared memory that others see is there until all are done
+    cluster_is_here();  // shared memory that others see is there until all are done
 }

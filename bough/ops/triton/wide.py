@@ -57,10 +57,10 @@ class Shape(NamedTuple):
         sums, each = self.products // 2, cdiv(self.tiles, self.groups)
         last = self.tiles - each * (self.groups - 1)
         return with_defined("wide", {
-            "TILES": self.tiles, "GROUPS": self.groups, "N": self.products, "STAGES": self.stages, "CLUSTER": CLUSTER,
-            "SPAN": SPAN, "ACTIVATED(x)": f"({CODE[self.activation]})",
+            "TILES": self.tiles, "GROUPS": self.groups, "WIDTH": self.products, "STAGES": self.stages,
+            "CLUSTER": CLUSTER, "SPAN": SPAN, "ACTIVATED(x)": f"({CODE[self.activation]})",
             "ENTRY": 65536 // self.threads // 8 * 8, "WHOLE": _registers(each * sums), "LAST": _registers(last * sums),
-            "WIDTH": f'"{self.products}"', "LEFT": f'"{sums}"', "RIGHT": f'"{sums + 1}"',
+            "LEFT": f'"{sums}"', "RIGHT": f'"{sums + 1}"',
             "SUMS": '"' + ",".join(f"%{i}" for i in range(sums)) + '"',
             "SUMMED(x)": ",".join(f'"+f"(x[{i}])' for i in range(sums)),
         })  # fmt: skip
