@@ -1,4 +1,4 @@
-"""Every kernel is compiled for a GPU, which needs none: the interpreter takes what the compiler does not.
+"""Every kernel is compiled for GPUs, which needs none: the interpreter takes what the compiler does not.
 
 Steps of tiny models in bfloat16 launch kernels as they would on a device; what is launched is compiled, and not run.
 """
@@ -33,10 +33,13 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 class Device:
     """What Triton asks of a device when it compiles for one."""
 
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self):
         return 0
@@ -46,10 +49,11 @@ class Device:
 
 
 HOPPER, ADA = 232_448, 101_376  # bytes that the threads of a program share
+OTHERS = [pytest.param(capability, marks=pytest.mark.long) for capability in (80, 89, 120)]
 
 
-@pytest.fixture
-def compiled(monkeypatch, tmp_path_factory):
+@pytest.fixture(params=[90, *OTHERS])
+def compiled(request, monkeypatch, tmp_path_factory):
     """The kernels that were launched, and the most that one of each kind shares."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -64,9 +68,9 @@ def compiled(monkeypatch, tmp_path_factory):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
     monkeypatch.setattr(JITFunction, "run", compile_alone)
-    monkeypatch.setattr(driver, "_active", Device())
+    monkeypatch.setattr(driver, "_active", Device(request.param))
     for module in ("linear", "quant", "follow"):  # as on that device
-        follows = {"follows": True, "launch_pdl": True}
+        follows = {"follows": True, "launch_pdl": True} if request.param >= 90 else {"follows": False}
         monkeypatch.setattr(f"bough.ops.triton.{module}.following", lambda device, follows=follows: follows)
     for module in ("quant", "seen"):
         monkeypatch.setattr(f"bough.ops.triton.{module}.has_ptx", lambda device: True)
