@@ -239,9 +239,13 @@ class Engine:
         return tokens
 
     def _expect_known(self, tokens: TokenIds) -> None:
-        if min(tokens) < 0 or max(tokens) >= self.model.vocab_size:
-            wrong = next(token for token in tokens if not 0 <= token < self.model.vocab_size)
-            raise TokenOutOfRange(f"token {wrong} is not in the vocabulary of {self.model.vocab_size} tokens")
+        try:
+            if tokens.symbols.min() >= 0 and tokens.symbols.max() < self.model.vocab_size:
+                return
+        except OverflowError:  # of one that no vocabulary has
+            pass
+        wrong = next(token for token in tokens if not 0 <= token < self.model.vocab_size)
+        raise TokenOutOfRange(f"token {wrong} is not in the vocabulary of {self.model.vocab_size} tokens")
 
     def _request(self, prompt: object, params: SamplingParams | None) -> Request:
         params = self.defaults if params is None else params

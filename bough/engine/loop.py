@@ -218,7 +218,7 @@ class Loop:
         self, rows: list[tuple[Sequence, int]], choosing: list[Sequence], drafts: dict[Sequence, Draft]
     ) -> tuple[Tensor | None, Tensor, dict[Sequence, Transaction]]:
         """Feed all rows, those with drafts in transactions; hidden rows if any are read, and logits to choose by."""
-        batch = [(_state(s), s.tokens[s.computed : s.computed + count]) for s, count in rows]
+        batch = [(_state(s), s.tokens_to_feed(count)) for s, count in rows]
         cuts = [sorted(at for at in s.cuts if s.computed < at <= s.computed + count) for s, count in rows]
         wanted = [1 + len(drafts.get(s, ())) if s in choosing else 0 for s, _ in rows]
         read = any(s.request.score for s, _ in rows) or self.drafting.reads_hidden([s for s, _ in rows])

@@ -18,7 +18,7 @@ from bough.state.graphs import Graphs, settle
 from bough.state.live import State
 from bough.state.pool import Pool
 from bough.state.reservation import Cuts, forward
-from bough.state.steady import Batch
+from bough.state.steady import Batch, Tokens
 from bough.state.step import Ends, Step
 from bough.state.transaction import Transaction
 
@@ -134,10 +134,10 @@ def _with_drafts(batch: Batch, drafts: Mapping[int, Draft], made: Mapping[int, T
     """The rows with their drafts after their own tokens, or as many tokens in their place if these are on a device."""
     if made:
         drafts = {**drafts, **{row: [0] * len(draft) for row, draft in made.items()}}
-    return [(state, [*tokens, *drafts.get(row, ())]) for row, (state, tokens) in enumerate(batch)]
+    return [(state, [*tokens, *drafts[row]] if row in drafts else tokens) for row, (state, tokens) in enumerate(batch)]
 
 
-def _with_made(fed: Sequence[Sequence[int]], made: Mapping[int, Tensor], device: torch.device) -> Tensor:
+def _with_made(fed: Sequence[Tokens], made: Mapping[int, Tensor], device: torch.device) -> Tensor:
     """The tokens of all rows on a device with the drafts that are there in their places: nobody waits for it."""
     ends = list(accumulate(map(len, fed)))
     places = [at for row, draft in made.items() for at in range(ends[row] - len(draft), ends[row])]

@@ -73,6 +73,13 @@ class Sequence:
         known = self.state.known if self.state else 0
         return self.pending == 1 and known == self.computed and len(self.tokens) not in self.cuts
 
+    def tokens_to_feed(self, count: int) -> Symbols | list[int]:
+        """The next so many of its tokens."""
+        start, prompt = self.computed, self.request.prompt
+        if count > 1 and start + count <= len(prompt):
+            return prompt.symbols[start : start + count]
+        return self.tokens[start : start + count]
+
     @property
     def written(self) -> list[int]:
         return self.tokens[len(self.request.prompt) :]

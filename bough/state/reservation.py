@@ -26,7 +26,7 @@ from bough.state.live import State
 from bough.state.pool import Pool
 from bough.state.recordings import Recordings
 from bough.state.snapshot import Snapshot
-from bough.state.steady import Batch
+from bough.state.steady import Batch, Tokens
 from bough.state.step import HostNumbers, Step
 from bough.state.store import EMPTY, Ids, Run
 
@@ -49,7 +49,7 @@ def forward(
     At the lengths in `cuts` a state gets a point, as far as there are slots to spare. A state in a transaction moves on
     when that is committed. States that owe something are settled before, or it is for the body to see to that.
     """
-    tokens = np.fromiter(chain.from_iterable([tokens for _, tokens in batch]), np.int64)
+    tokens = _flat([tokens for _, tokens in batch])
     for name, each in (("masks", masks), ("cuts", cuts)):
         if each is not None and len(each) != len(batch):
             raise ValueError(f"{len(each)} {name} for {len(batch)} rows; give each row its own")
@@ -63,6 +63,12 @@ def forward(
         reservation.abort()
         raise
     reservation.finish()
+
+
+def _flat(rows: Sequence[Tokens]) -> Ids:
+    if any(isinstance(tokens, np.ndarray) for tokens in rows):
+        return np.concatenate([np.asarray(tokens, np.int64) for tokens in rows])
+    return np.fromiter(chain.from_iterable(rows), np.int64)
 
 
 class _Growth(NamedTuple):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bough.ops.spans import FEW
 from bough.state.live import State
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from bough.state.fixed import Fixed
     from bough.state.recordings import Journal, Place, Recordings
 
-Batch = Sequence[tuple[State, Sequence[int]]]
+Tokens = Sequence[int] | NDArray[np.int32]  # of a row; an array where there are many
+Batch = Sequence[tuple[State, Tokens]]
 
 
 class Steady:
