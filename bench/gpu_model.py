@@ -175,7 +175,7 @@ def reuse_forks(bench: Bench, engine: Engine) -> None:
         state.release()
         return found
 
-    found = [engine.call(fork) for _ in range(3)][1:]
+    found = [engine.call(fork) for _ in range(ROUNDS + 1)][1:]
     forking, copied, writing, pages, slots = (statistics.median(each) for each in zip(*found, strict=True))
     bench.figure(
         f"conversation of {count}, {ways} forks", ms=forking, pages_copied=copied, first_step_ms=writing,
