@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bough import CacheConfig, Engine, SamplingParams
+from bough.engine import garbage
 from bough.engine.request import Handle, Request, TokenIds
 from bough.errors import (
     BadPrompt,
@@ -238,7 +239,8 @@ def test_threads(engine):
 def nothing_frozen(monkeypatch):
     """Nor an engine that leaves what conftest.py has frozen."""
     monkeypatch.setattr("bough.engine.garbage.gc", gc)
-    monkeypatch.setattr("bough.engine.garbage._engines", set())  # others are open in other tests' fixtures
+    for name in ("_engines", "_closed"):  # others are open in other tests' fixtures
+        monkeypatch.setattr(f"bough.engine.garbage.{name}", weakref.WeakSet())
     gc.unfreeze()
     yield
     gc.collect()
@@ -255,12 +257,19 @@ def test_what_libraries_made_is_not_looked_through_for_garbage(llama_folder):
 
 
 @pytest.mark.usefixtures("nothing_frozen")
-def test_what_is_frozen_stays_so_until_the_last_engine_is_closed(llama_folder):
+def test_an_engine_that_is_closed_goes_though_others_are_open(llama_folder):
     first, second = (Engine.load(llama_folder, dtype="float32") for _ in range(2))
-    for _ in range(2):
-        first.close()
-        assert gc.get_freeze_count() > 1000
+    kept = [weakref.ref(each) for each in (second, second.model, second._runner.pool.arena.data)]
     second.close()
+    assert gc.get_freeze_count() == 0
+    garbage.leave_out()
+    assert gc.get_freeze_count() == 0, "somebody still refers to it"
+    del second
+    garbage.leave_out()
+    assert [each() is None for each in kept] == [True] * 3, "it was left out"
+    garbage.closed(object())  # once more
+    assert gc.get_freeze_count() > 1000
+    first.close()
     assert gc.get_freeze_count() == 0
 
 
