@@ -20,7 +20,8 @@ from test_triton import DEVICE, HERE, plain_numbers  # noqa: F401 (a fixture)
 from bough import Engine, SamplingParams
 from bough.draft.mtp import MTPDrafter, MTPHead
 from bough.engine import rounds
-from bough.errors import PoolFull
+from bough.engine.drafting import SURE
+from bough.errors import BadLogits, PoolFull
 from bough.state.ahead import Ahead
 from bough.state.recordings import PLACE, Journal
 
@@ -86,8 +87,9 @@ def often_right(right: Right, seed: int):
 def in_flight(family: str, guess, monkeypatch) -> Iterator[tuple[Engine, list]]:
     """An engine that launches rounds before it has read others, on what a function guesses; and those it launched."""
     followed, follow = [], rounds.follow
-    monkeypatch.setattr("bough.engine.rounds.follow", lambda *given: followed.append(follow(*given)) or followed[-1])
     monkeypatch.setattr("bough.engine.drafting.STREAK", 1)
+    monkeypatch.setattr("bough.engine.drafting.SURE", 0)
+    monkeypatch.setattr("bough.engine.rounds.follow", lambda *given: followed.append(follow(*given)) or followed[-1])
     with engine(family, ahead=DEVICE == "cuda", draft=Written(guess)) as made:
         if DEVICE == "cpu":
             without_graphs(made._runner.graphs, monkeypatch)
@@ -150,6 +152,55 @@ def test_whatever_happens_while_rounds_are_in_the_air(seed, monkeypatch):
                 assert leaves or output.finish_reason != "cancelled"
             made.check()
     assert short and any(each is not None for each in followed)
+
+
+@pytest.mark.parametrize(("goes_astray", "least", "most"), [(False, 10, 20), (True, 1, 3)])
+def test_nothing_is_launched_on_guesses_that_go_astray(goes_astray, least, most, monkeypatch):
+    """Drafts stand, and so does what the drafter says after them; or that never does."""
+    prompt, params = random_tokens(VOCABULARY, 9, seed=3), SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    with engine("lfm2", ahead=False) as plain:
+        expected = plain.generate(prompt, params).tokens
+    right = Right([[*prompt, *expected]])
+
+    def guess(text: list[int], count: int) -> list[int]:
+        return [token ^ (goes_astray and at > 1) for at, token in enumerate(right(text, count))]
+
+    with in_flight("lfm2", guess, monkeypatch) as (made, followed):
+        monkeypatch.setattr("bough.engine.drafting.SURE", SURE)
+        for _ in range(2):
+            followed.clear()
+            assert made.generate(prompt, params).tokens == expected
+        assert least <= sum(each is not None for each in followed) <= most
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_logits_that_are_no_numbers(seed, monkeypatch):
+    """A request tries again without its draft, or fails if the next round went on from there. Others do not notice."""
+    with engine("lfm2", ahead=False) as plain:
+        asked = texts(plain, seed=1)[1:]
+    right, dice, failed, bad = Right([[*prompt, *tokens] for prompt, _, tokens in asked]), Random(seed), 0, []
+    drawing = rounds.drawing
+
+    def spoilt(logits, sampling):
+        if dice.random() < 0.4:
+            bad.append(logits := logits.clone())
+            logits[dice.randrange(len(logits))] = dice.choice([float("nan"), float("inf")])
+        return drawing(logits, sampling)
+
+    with in_flight("lfm2", right, monkeypatch) as (made, _):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rounds, "drawing", spoilt)
+            for _ in range(3):
+                handles = [(made.submit(prompt, params), tokens) for prompt, params, tokens in asked]
+                for handle, tokens in handles:
+                    try:
+                        assert handle.result().tokens == tokens
+                    except BadLogits:
+                        failed += 1
+                made.check()
+        for prompt, params, tokens in asked:
+            assert made.generate(prompt, params).tokens == tokens
+    assert bad and failed < 6
 
 
 @pytest.mark.parametrize("fault", ["read", "land", "follow"])

@@ -23,7 +23,7 @@ from torch import Tensor
 from bough.cache.prefix_cache import PrefixCache
 from bough.draft import Draft, Drafter, Grown, Wanted
 from bough.draft.assistant import AssistantDrafter
-from bough.draft.depth import Depth, RequestDepth
+from bough.draft.depth import Depth, Rates, RequestDepth
 from bough.draft.ngram import NGram
 from bough.engine.runner import Runner
 from bough.engine.sampler import draw
@@ -35,7 +35,8 @@ from bough.state.live import State
 DEEPEST = 8  # tokens in a draft
 PIECE = 8192  # tokens of a resumed text that a drafter without state is told of at once
 UNTOLD = 128  # tokens that may wait to be told while nothing is drafted
-STREAK = 3  # drafts of a sequence that stood whole one after another, from which on the next is thought to do so too
+STREAK = 3  # drafts of a sequence that stood whole one after another, from which on the next may be thought to do so
+SURE = 0.9  # how often it has to: a round that goes astray costs as much as ten save that are launched early
 PATIENCE = 2.0  # seconds that a drafter without state may take
 
 log = logging.getLogger("bough")
@@ -81,6 +82,7 @@ class Side:
 
     number: int
     depth: RequestDepth
+    streaks: Rates  # how often drafts stood whole that came after some that did
     state: State | None = None
     whole: bool = True  # whether the state holds the text from its beginning
     told: int = 0  # tokens of the text that the drafter knows of
@@ -97,7 +99,7 @@ class Drafting:
         self, drafter: Drafter | None, runner: Runner, cache: PrefixCache | None, *, deepest: int = DEEPEST
     ) -> None:
         self.drafter, self.runner, self.cache = drafter, runner, cache
-        self.depth = Depth(deepest)
+        self.depth, self.streaks = Depth(deepest), Rates()
         self.failure: str | None = None  # why the drafter was dropped
         self._sides: dict[Running, Side] = {}
         self._numbers = itertools.count(1)
@@ -110,7 +112,7 @@ class Drafting:
         if self.drafter is None or sequence.request.params.draft is None or sequence.request.score:
             return
         greedy = sequence.request.params.temperature == 0
-        side = self._sides[sequence] = Side(next(self._numbers), self.depth.begin(greedy=greedy))
+        side = self._sides[sequence] = Side(next(self._numbers), self.depth.begin(greedy=greedy), Rates(self.streaks))
         if not self.drafter.kinds or self.cache is None:
             return
         self.cache.tiers.lane.fence()
@@ -171,15 +173,21 @@ class Drafting:
         """Whether what it says of a text depends on nothing else."""
         return self.drafter is not None and not self.drafter.kinds and not self.drafter.reads_hidden
 
-    def onward(self, rounds: Sequence[tuple[Running, Sequence[int]]]) -> list[list[int]] | None:
-        """What may follow rounds that are under way with these drafts: a token for each, and a draft as long as before.
+    def is_sure(self, rounds: Sequence[tuple[Running, Sequence[int]]]) -> bool:
+        """Whether all drafts of rounds that are under way are likely to stand, and drafts as long to be the best next.
 
-        None where these need not all stand, or where another depth is better, or nothing is known.
+        If not, the next round would be made for another text, and give one token.
         """
         for sequence, draft in rounds:
             side, left = self._sides.get(sequence), sequence.limit - len(sequence.tokens) - len(draft) - 2
-            if side is None or side.stood < STREAK or side.depth.choose(len(rounds), left) != len(draft):
-                return None
+            if side is None or side.stood < STREAK or side.streaks.first(1)[0] < SURE:
+                return False
+            if side.depth.choose(len(rounds), left) != len(draft):
+                return False
+        return True
+
+    def onward(self, rounds: Sequence[tuple[Running, Sequence[int]]]) -> list[list[int]] | None:
+        """What follows these drafts if they stand: for each a token, and a draft as long as before. None: unknown."""
         made, guesses = self._proposed([(sequence, 2 * len(draft) + 1) for sequence, draft in rounds]), []
         for sequence, draft in rounds:
             guess, count = made.get(sequence, ()), len(draft)
@@ -251,11 +259,24 @@ class Drafting:
         if (side := self._sides.pop(sequence, None)) is not None:
             self._close(side)
 
-    def learn(self, sequence: Running, drafted: int, accepted: int, seconds: float, rows: int) -> None:
-        """How a round went."""
-        if (side := self._sides.get(sequence)) is not None:
-            side.depth.observe(drafted, accepted, seconds, rows)
-            side.stood = side.stood + 1 if 0 < drafted == accepted else 0
+    def learn(
+        self,
+        sequence: Running,
+        drafted: int,
+        accepted: int,
+        seconds: float,
+        rows: int,
+        beyond: bool | None = None,
+    ) -> None:
+        """How a round went; and whether the token after its draft was guessed right, if it came to that."""
+        if (side := self._sides.get(sequence)) is None:
+            return
+        side.depth.observe(drafted, accepted, seconds, rows)
+        went_on = 0 < drafted == accepted and beyond is not False
+        if side.stood >= STREAK and drafted:
+            for streaks in (side.streaks, self.streaks):
+                streaks.learn(1, int(went_on))
+        side.stood = side.stood + 1 if went_on else 0
 
     def _tell(self, sequences: Sequence[Running]) -> bool:
         """Bring the drafter up to date on these texts. False: it cannot draft for them now."""

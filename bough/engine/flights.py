@@ -128,29 +128,32 @@ class Flights:
             if row in bad and after is None:
                 self.drafting.park(sequence)
                 continue
+            beyond = None  # whether what this one goes on with was guessed right
+            if after is not None and len(verdict.tokens) == len(flight.fed[row]):
+                beyond = after.fed[row][0] == verdict.tokens[-1][0]
             if row not in bad:
-                self._learn(flight, row, verdict, seconds, rows)
+                self._learn(flight, row, verdict, seconds, rows, beyond)
             if after is not None:
-                astray = verdict.accepted < len(flight.drafts[row]) or after.fed[row][0] != verdict.tokens[-1][0]
-                after.astray[row] = astray
+                after.astray[row] = not beyond
             self._take(sequence, verdict, bad=row in bad)
 
-    def _learn(self, flight: Round, row: int, verdict: Verdict, seconds: float, rows: int) -> None:
+    def _learn(self, flight: Round, row: int, verdict: Verdict, seconds: float, rows: int, beyond: bool | None) -> None:
         """How a row's draft did, unless it was made for another text."""
-        sequence, drafted = flight.sequences[row], len(flight.drafts[row])
+        sequence, drafted = flight.sequences[row], len(flight.fed[row]) - 1
         sequence.usage.drafted_tokens += drafted
         sequence.usage.accepted_tokens += verdict.accepted
         if not flight.astray[row]:
-            self.drafting.learn(sequence, drafted, verdict.accepted, seconds, rows)
+            self.drafting.learn(sequence, drafted, verdict.accepted, seconds, rows, beyond)
 
     def _followed(self, flight: Round) -> Round | None:
         """The next round, launched on what may follow this one."""
         began, sequences = time.perf_counter(), flight.sequences
         if any(each.handle.done for each in sequences) or not set(self._running) <= set(sequences):
             return None
-        if not self.runner.may_go_on():
+        under_way = list(zip(sequences, flight.drafts, strict=True))
+        if not self.drafting.is_sure(under_way) or not self.runner.may_go_on():
             return None
-        fed = self.drafting.onward(list(zip(sequences, flight.drafts, strict=True)))
+        fed = self.drafting.onward(under_way)
         if fed is None or not _all_can_fly(sequences, fed):
             return None
         self._ground.fence()

@@ -1,9 +1,10 @@
 """Rounds: draft rounds whose tokens the host has not seen yet.
 
-A drafter that reads nothing but a text can go on past its draft, as if all of that stood. While drafts do stand whole,
-the next round is launched on such a guess before the tokens of this one are read: neither the host nor the device waits
-for the other. What it feeds first is the token that the device has chosen itself, behind as many as the device has
-seen to stand. So if the guess was wrong the round gives one token, as a plain step does, and the answers are the same.
+A drafter that reads nothing but a text can go on past its draft, as if all of that stood. Where that is likely enough,
+the next round is launched on such a guess before the tokens of this one are read: neither the host nor the device
+waits for the other. What it feeds first is the token that the device has chosen itself, behind as many as the device
+has seen to stand. So if the guess was wrong the round gives one token, as a plain step does, and the answers are the
+same.
 """
 
 from collections.abc import Sequence as Tokens
@@ -16,7 +17,7 @@ from torch import Tensor
 from bough import ops
 from bough.engine import flight
 from bough.engine.runner import Runner
-from bough.engine.sampler import Drawing, drawing
+from bough.engine.sampler import Drawing, RowSampling, drawing
 from bough.engine.sequence import Sequence
 from bough.engine.verify import Verdict, judged
 from bough.ops.sent import sent
@@ -102,7 +103,7 @@ def _drawn(
     counts = [len(tokens) for tokens in fed]
     flat = [*accumulate(counts[:-1], initial=0), *counts, *(token for tokens in fed for token in tokens)]
     numbers = sent(torch.tensor(flat, dtype=torch.int32), runner.pool.device)
-    sampling = [
-        sequence.sampling_at(0) for sequence, count in zip(sequences, counts, strict=True) for _ in range(count)
-    ]
+    sampling = list[RowSampling]()  # greedy: what comes before a token makes no difference
+    for sequence, count in zip(sequences, counts, strict=True):
+        sampling += [sequence.sampling_at(0)] * count
     return Round(sequences, fed, numbers, drawing(logits, sampling), began, opened, [False] * len(fed))
