@@ -64,6 +64,7 @@ class Cache:
         while self.held() > self.budget:
             self.evict(now)
         self.tree.check()
+        self.index.check(self.tree.walk())
         return known
 
     def held(self) -> float:
@@ -83,10 +84,10 @@ class Cache:
 
 
 def test_worth_grows_with_what_is_saved_and_falls_with_what_it_takes():
-    stake = Stake(Move.LEAF, saved=100, freed=50, rate=0.01)
+    stake = Stake(Move.LEAF, saved=100, freed=50, rate=0.01, last=3.0)
     assert value(replace(stake, saved=200)) > value(stake) > value(replace(stake, freed=100))
     assert value(replace(stake, rate=0.02)) > value(stake) > value(replace(stake, saved=0)) == -1
-    assert recency(replace(stake, rate=5)) > recency(stake) and recency(replace(stake, saved=0)) == -1
+    assert recency(replace(stake, last=5)) > recency(stake) and recency(replace(stake, saved=0)) == -1
     assert value(replace(stake, freed=0)) < float("inf")
 
 
@@ -139,6 +140,7 @@ def test_what_may_not_go_is_passed_over_and_stays():
     cache = Cache("value", budget=1e9)
     for now in range(5):
         cache.ask([now, 9], float(now))
+    cache.index.advance(10.0)
     refused = []
 
     def frees(node: Node, move: Move) -> bool:

@@ -5,16 +5,16 @@ have it. Where learned worth loses (nothing to learn but noise, little seen yet,
 was used longest ago goes first. Uses and numbers; no tree, no clock.
 """
 
-import heapq
 import math
 from collections.abc import Callable
-from itertools import count
 
+from bough.cache.ranks import Ranks
 from bough.cache.reuse import REMEMBERED, Use
 
 LATELY = 3000.0  # uses that came back
 GAIN = 0.01  # that recency has to be ahead to be taken, if that is more than chance would make it
 SLACK = 0.02  # as in an index
+LITTLE = 16  # uses looked at in a call
 
 
 class Ghost:
@@ -22,48 +22,40 @@ class Ghost:
 
     def __init__(self, worth: Callable[[Use, float], float]) -> None:
         self._worth = worth
-        self._weights: dict[Use, tuple[float, int]] = {}  # and the number of the entry that counts
-        self._heap: list[tuple[float, int, Use]] = []
-        self._order = count()
-        self._crowded = 64
+        self._weights: dict[Use, float] = {}
+        self._ranks = Ranks[Use]()
         self.held = 0.0
 
     def keep(self, use: Use, weight: float) -> None:
         self.drop(use)
         self.held += weight
-        self._enter(use, weight)
+        self._weights[use] = weight
+        self.changed(use)
         if len(self._weights) > REMEMBERED:  # the real cache is not full, and may never be
-            self.fit(0.9 * self.held)
+            self.fit(0.0)
 
     def drop(self, use: Use) -> float:
         """What it weighed, if it was there."""
-        weight, _ = self._weights.pop(use, (0.0, 0))
+        weight = self._weights.pop(use, 0.0)
+        self._ranks.drop(use)
         self.held -= weight
         return weight
 
     def changed(self, use: Use) -> None:
         if use in self._weights:
-            self._enter(use, self._weights[use][0])
+            self._ranks.put(use, self._worth(use, self._weights[use]))
 
     def fit(self, room: float) -> None:
-        while self.held > room and self._heap:
-            worth, number, use = heapq.heappop(self._heap)
-            weight, last = self._weights.get(use, (0.0, -1))
-            if number != last:
-                continue
-            if self._worth(use, weight) - worth > SLACK * abs(worth):
-                self._enter(use, weight)
+        """Give up what is worth least; where there is more to do than a little, the next calls go on."""
+        for _ in range(LITTLE):
+            least = self._ranks.at(0) if self.held > room else None
+            if least is None:
+                return
+            worth, use = least
+            if self._worth(use, self._weights[use]) - worth > SLACK * abs(worth):
+                self.changed(use)
             else:
                 self.drop(use)
-
-    def _enter(self, use: Use, weight: float) -> None:
-        number = next(self._order)
-        self._weights[use] = weight, number
-        heapq.heappush(self._heap, (self._worth(use, weight), number, use))
-        if len(self._heap) > self._crowded:
-            self._heap = [entry for entry in self._heap if self._weights.get(entry[2], (0.0, -1))[1] == entry[1]]
-            heapq.heapify(self._heap)
-            self._crowded = 64 + 2 * len(self._heap)
 
 
 class Duel:

@@ -6,7 +6,7 @@ waits on its own account: for the request that ends there to go on, for whoever 
 someone to leave the path there (INSIDE).
 
 `Learned` has a model of how long such waits take; `Recent` only knows when things were used last. While that does
-better (bough/cache/duel.py tells), `Learned` says the same.
+better (bough/cache/duel.py tells), `Learned` says so.
 """
 
 import heapq
@@ -15,20 +15,22 @@ from itertools import count
 
 from bough.cache.duel import Duel
 from bough.cache.reuse import BINS, EDGES, Kind, Model, Recall, Use, bin_of
-from bough.cache.tree import NOWHERE, Node, Symbols
+from bough.cache.tree import Node, Symbols
+
+SLICE = 32  # uses looked at in a call of those that may have outlived a bin
+EACH = 24  # more for each new use, in the next request: within hours it outlives so many bins, and few last longer
 
 
 class Facts:
     """What is known about a node."""
 
-    __slots__ = ("passed", "point", "resumed", "size", "stamps", "use")
+    __slots__ = ("passed", "point", "resumed", "size", "use")
 
     def __init__(self, use: Use, resumed: float) -> None:
         self.use = use  # what it waits for
         self.point: Use | None = None  # what its resume point waits for
         self.passed: Use | None = None  # the request that took it last
         self.resumed = resumed  # when a request last ended or resumed there
-        self.stamps = [0] * NOWHERE  # of its entries in an index
         self.size = 0.0  # that an index has counted
 
 
@@ -41,7 +43,8 @@ def facts_of(node: Node) -> Facts:
 class Recent:
     """LRU: what counts is when a node was used last, and when a request last ended or resumed at its point."""
 
-    recency = True  # is what `rate` gives
+    recency = True  # is the better order
+    share = SLICE  # what the next request looks at
 
     def full(self, symbols: float) -> None:
         """So much is held, and something has to go."""
@@ -66,7 +69,7 @@ class Recent:
     def finished(self, use: Use, made: int) -> None:
         """The reply to a request has so many symbols."""
 
-    def advance(self, now: float) -> Iterable[Node]:
+    def advance(self, now: float, most: int = SLICE) -> Iterable[Node]:
         return ()
 
     def know(self, node: Node) -> None:
@@ -77,10 +80,12 @@ class Recent:
         node.facts = None
 
     def rate(self, node: Node) -> float:
-        return node.used
+        """Uses to be expected per second, if anything is."""
+        return 0.0
 
     def point_rate(self, node: Node) -> float:
-        return facts_of(node).resumed
+        """The same of its resume point."""
+        return 0.0
 
     def _touch(self, node: Node, use: Use, now: float) -> None:
         self.know(node)
@@ -91,7 +96,7 @@ class Recent:
 
 
 class Learned(Recent):
-    """Uses per second, as far as experience goes; the time of the last use where that does better."""
+    """Uses per second, as far as experience goes, and whether the time of the last use does better."""
 
     def __init__(self, point: float) -> None:
         self.recency = False
@@ -110,6 +115,7 @@ class Learned(Recent):
 
     def used(self, now: float, symbols: Symbols, salt: bytes, resumed: int) -> Use:
         """The use that a request is, with what is known of the conversation that it goes on with."""
+        self.share = SLICE
         use = Use(Kind.OWN, now, len(symbols))
         lengths, prints = self._recall.prints(symbols)
         before = self._recall.find(salt, prints)
@@ -151,20 +157,22 @@ class Learned(Recent):
     def finished(self, use: Use, made: int) -> None:
         use.made = made
         if use.waiting and use.kind is Kind.OWN:
+            self._outlive(use, bin_of(self._now - use.since))
             use.unmade, use.profile, use.rates = use.profile, self._model.profile(use), []
             self._duel.changed(use)
 
-    def advance(self, now: float) -> list[Node]:
-        """Uses that outlived a bin teach the model so, and enter the next. The nodes that wait for these."""
+    def advance(self, now: float, most: int = SLICE) -> list[Node]:
+        """Uses that outlived a bin teach the model so, and enter the next. The nodes that wait for these.
+
+        After a lull many have; then each call takes a slice of them, earlier times first, and lags behind for a while.
+        """
         self._now, due, nodes = max(now, self._now), self._due, list[Node]()
-        while due and due[0][0] <= self._now:
+        while due and due[0][0] <= self._now and most > 0:
             when, _, use = heapq.heappop(due)
+            most -= 1
             if when != use.since + EDGES[use.bin + 1] or not (use.waiting or use.nodes):
                 continue
-            if use.waiting:
-                self._model.learn(use, use.bin, False)
-            use.bin = use.bin + 1 if use.waiting else max(use.bin + 1, bin_of(self._now - use.since))
-            self._call(use)
+            self._outlive(use, use.bin + 1 if use.waiting else max(use.bin + 1, bin_of(self._now - use.since)))
             self._duel.changed(use)
             nodes += use.nodes
         return nodes
@@ -191,12 +199,10 @@ class Learned(Recent):
             node.facts = None
 
     def rate(self, node: Node) -> float:
-        return super().rate(node) if self.recency else self._model.rate(facts_of(node).use)
+        return self._model.rate(facts_of(node).use)
 
     def point_rate(self, node: Node) -> float:
         facts = facts_of(node)
-        if self.recency:
-            return facts.resumed
         return self._model.rate(facts.point or facts.use)
 
     def _worth(self, use: Use, weight: float) -> float:
@@ -207,6 +213,7 @@ class Learned(Recent):
     def _wait(self, use: Use) -> Use:
         use.bin, use.waiting, use.rates = 0, True, []
         use.profile, use.unmade = self._model.profile(use), None
+        self.share += EACH
         self._call(use)
         return use
 
@@ -215,9 +222,21 @@ class Learned(Recent):
         if use.bin + 1 < BINS:
             heapq.heappush(self._due, (use.since + EDGES[use.bin + 1], next(self._order), use))
 
+    def _outlive(self, use: Use, at: int) -> None:
+        """A use has come to a bin. While it waits, the model learns of each that it left behind."""
+        before = use.bin
+        while use.bin < at:
+            if use.waiting:
+                self._model.learn(use, use.bin, False)
+            use.bin += 1
+        if use.bin > before:
+            self._call(use)
+
     def _came(self, use: Use, now: float) -> None:
         if use.waiting:
-            self._model.learn(use, bin_of(now - use.since), True)
+            at = bin_of(now - use.since)
+            self._outlive(use, at)  # it may not have been its turn since
+            self._model.learn(use, at, True)
             self._duel.came(use)
             use.waiting = False
 
@@ -268,4 +287,5 @@ class Learned(Recent):
     def _let_go(self, node: Node, use: Use) -> None:
         use.nodes.pop(node, None)
         if use.kind in (Kind.SHARED, Kind.INSIDE) and not use.nodes:
+            self._outlive(use, bin_of(self._now - use.since))
             use.waiting = False  # nobody would see it come back

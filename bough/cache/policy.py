@@ -11,22 +11,27 @@ going would really free. KV and resume points are judged together: where a point
 is stranded and goes first, and a leaf is worth what resuming at its end saves. A point inside a path can go alone.
 `lru` gives up what was used longest ago, stranded first too; so does `value` while that would do better.
 
-The index is a heap for each tier. Entries are corrected when they come to the top and when what is expected of a node
-changes with its age (bough/cache/expect.py), so nothing ever walks the tree. No torch, no clock.
+For each tier the index keeps what could go in order, by `value` in both orders, so that either can take over at once.
+Entries are corrected when they turn out to be least and when what is expected of a node changes with its age
+(bough/cache/expect.py): nothing ever walks the tree, and no call catches up on all that was left undone. No torch, no
+clock.
+
+Invariant (`check()` asserts it): whatever could be evicted has a place in each order, and what is gone has none.
 """
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count
 
-from bough.cache.expect import Learned, Recent, facts_of
+from bough.cache.expect import SLICE, Learned, Recent, facts_of
+from bough.cache.ranks import Ranks
 from bough.cache.reuse import Use
 from bough.cache.tree import NOWHERE, Node, Symbols
 
 STRANDED = -1.0  # worth less than anything
 SLACK = 0.02  # an entry this close to its true worth is not put back
+FEW = 8  # that an eviction looks at of what changed with time: many may be needed between two steps
+PATIENCE = 64  # entries corrected before the least is taken for what it was worth when it was judged last
 
 Frees = Callable[[Node, "Move"], bool]
 
@@ -46,6 +51,7 @@ class Stake:
     saved: float  # symbols that would have to be computed again
     freed: float  # what its going gives back, in symbols of K and V
     rate: float  # uses expected per second
+    last: float  # when it was used last
 
 
 def value(stake: Stake) -> float:
@@ -54,11 +60,25 @@ def value(stake: Stake) -> float:
 
 
 def recency(stake: Stake) -> float:
-    """The same by the time of the last use, which is what `Recent` gives as the rate."""
-    return stake.rate if stake.saved else STRANDED
+    """The same by the time of the last use."""
+    return stake.last if stake.saved else STRANDED
 
 
 POLICIES = ("value", "lru")
+
+
+class Order:
+    """What could be evicted, on each tier, least worthy first."""
+
+    def __init__(self, judge: Callable[[Stake], float], slack: float) -> None:
+        self.judge, self.slack = judge, slack
+        self.tiers = [Ranks[Node]() for _ in range(NOWHERE)]
+
+    def enter(self, node: Node, tier: int, stake: Stake | None) -> None:
+        if stake is None:
+            self.tiers[tier].drop(node)
+        else:
+            self.tiers[tier].put(node, self.judge(stake), node.used)
 
 
 class Index:
@@ -71,26 +91,29 @@ class Index:
         self._expect = Learned(point_symbols) if policy == "value" else Recent()
         self._point = point_symbols
         self._held = 0.0  # on any tier, in symbols
-        self._recency = self._expect.recency  # is what the heaps are in order of
-        self._heaps: list[list[tuple[float, float, int, Node, Move]]] = [[] for _ in range(NOWHERE)]
-        self._crowded = [64] * NOWHERE  # entries at which a heap is rid of those that no longer hold
-        self._stamps = count(1)
+        self._recent = Order(recency, 0.0)
+        self._learned = Order(value, SLACK) if policy == "value" else self._recent
+        self._orders = (self._learned, self._recent) if policy == "value" else (self._recent,)
 
     # What requests do.
 
+    def advance(self, now: float, most: int = SLICE) -> None:
+        """Time has passed: judge anew some of what is worth something else by now. To be called often."""
+        self._rejudge(self._expect.advance(now, most), (self._learned,))
+
     def used(self, path: Sequence[Node], now: float, symbols: Symbols, *, salt: bytes = b"", resumed: int = 0) -> Use:
         """A prompt was read, from the length `resumed` on; the nodes on its path, as far as they were kept."""
-        self._reconsider(self._expect.advance(now))
+        self.advance(now, self._expect.share)
         use = self._expect.used(now, symbols, salt, resumed)
-        self._rejudge(self._expect.passed(use, path, now, len(symbols), resumed))
-        self._reconsider(self._expect.left())
+        self._rejudge(self._expect.passed(use, path, now, len(symbols), resumed), self._orders)
+        self._rejudge(self._expect.left(), (self._learned,))
         return use
 
     def finished(self, use: Use, made: int, path: Sequence[Node] = (), now: float = 0.0) -> None:
         """The reply to it has so many symbols; the nodes on its path with these, if they were kept."""
         self._expect.finished(use, made)
-        self._rejudge(self._expect.passed(use, path, now, use.length + made, 0))
-        self._reconsider(use.nodes)
+        self._rejudge(self._expect.passed(use, path, now, use.length + made, 0), self._orders)
+        self._rejudge(use.nodes, (self._learned,))
 
     # What the tree tells.
 
@@ -100,100 +123,79 @@ class Index:
         facts, size = facts_of(node), len(node.symbols) + self._point * node.resumes
         self._held += size - facts.size
         facts.size = size
-        self._rejudge((node,))
+        self._rejudge((node,), self._orders)
 
     def removed(self, node: Node) -> None:
         """Forget a node that left the tree."""
         self._held -= facts_of(node).size if node.facts is not None else 0.0
         self._expect.forget(node)
+        for order in self._orders:
+            for ranks in order.tiers:
+                ranks.drop(node)
 
     # What is asked.
 
     def least(self, tier: int, now: float, frees: Frees) -> tuple[Node, Move] | None:
         """What is worth least on a tier of all that `frees` says would free something; None if nothing would."""
-        self._reconsider(self._expect.advance(now))
+        self.advance(now, FEW)
         self._expect.full(self._held)
-        if self._recency is not self._expect.recency:
-            self._turn()
-        heap, aside, found = self._heaps[tier], [], None
-        slack = 0.0 if self._recency else SLACK
-        while heap and found is None:
-            entry = heapq.heappop(heap)
-            worth, _, _, node, move = entry
-            if not _holds(entry, tier):
-                continue
+        order = self._order
+        ranks, place, corrected = order.tiers[tier], 0, 0
+        while (entry := ranks.at(place)) is not None:
+            worth, node = entry
             stake = self.stake(node, tier)
-            if stake is None or stake.move is not move or self._judge(stake) - worth > slack * abs(worth):
-                self._enter(node, tier)
-                continue
-            aside.append(entry)  # until the tree tells what became of it
-            if frees(node, move):
-                found = node, move
-        for entry in aside:
-            heapq.heappush(heap, entry)
-        return found
+            if stake is None or (corrected < PATIENCE and order.judge(stake) - worth > order.slack * abs(worth)):
+                order.enter(node, tier, stake)
+                corrected += 1
+            elif frees(node, stake.move):
+                return node, stake.move
+            else:
+                place += 1
+        return None
+
+    @property
+    def _order(self) -> Order:
+        """The one that does better."""
+        return self._recent if self._expect.recency else self._learned
 
     def stake(self, node: Node, tier: int) -> Stake | None:
         """What could be evicted of a node on a tier, and what depends on it; None if nothing can."""
         copy = node.copies[tier]
         if copy is None:
             return None
-        leaf, edge, point = node.is_leaf(tier), float(len(node.symbols)), self._point
+        leaf, edge, point, last = node.is_leaf(tier), float(len(node.symbols)), self._point, node.used
         if not point:
-            return Stake(Move.LEAF, edge, edge, self._expect.rate(node)) if leaf else None
+            return Stake(Move.LEAF, edge, edge, self._expect.rate(node), last) if leaf else None
         if not copy.resumes:
-            return Stake(Move.LEAF, 0.0, edge, 0.0) if leaf else None
+            return Stake(Move.LEAF, 0.0, edge, 0.0, last) if leaf else None
         saved, alone = above(node, tier)
-        if leaf:
-            return Stake(Move.LEAF, saved, point + alone, self._expect.point_rate(node))
-        return Stake(Move.POINT, saved, point, self._expect.point_rate(node))
+        move, freed = (Move.LEAF, point + alone) if leaf else (Move.POINT, point)
+        return Stake(move, saved, freed, self._expect.point_rate(node), facts_of(node).resumed)
 
     def worth(self, node: Node, tier: int) -> float | None:
         """Of keeping what could be evicted of a node on a tier."""
         stake = self.stake(node, tier)
-        return None if stake is None else self._judge(stake)
+        return None if stake is None else self._order.judge(stake)
 
-    def _judge(self, stake: Stake) -> float:
-        return recency(stake) if self._recency else value(stake)
-
-    # The heaps.
-
-    def _turn(self) -> None:
-        """Put everything in the other order."""
-        self._recency = self._expect.recency
-        for tier, heap in enumerate(self._heaps):
-            entries = sorted((entry for entry in heap if _holds(entry, tier)), key=lambda entry: entry[2])
-            heap.clear()
-            for _, _, _, node, _ in entries:
-                self._enter(node, tier)
-
-    def _reconsider(self, nodes: Iterable[Node]) -> None:
-        """Something else is expected of nodes that were not used; to the time of their last use that is nothing."""
-        if not self._recency:
-            self._rejudge(nodes)
-
-    def _rejudge(self, nodes: Iterable[Node]) -> None:
+    def _rejudge(self, nodes: Iterable[Node], orders: Sequence[Order]) -> None:
+        """Something else depends on these nodes; to the time of their last use only what happens to them counts."""
         for node in nodes:
-            for tier, copy in enumerate(node.copies):
-                if copy is not None:
-                    self._enter(node, tier)
+            for tier in range(NOWHERE):
+                stake = self.stake(node, tier)
+                for order in orders:
+                    order.enter(node, tier, stake)
 
-    def _enter(self, node: Node, tier: int) -> None:
-        stamp, stake, heap = next(self._stamps), self.stake(node, tier), self._heaps[tier]
-        facts_of(node).stamps[tier] = stamp
-        if stake is None:
-            return
-        heapq.heappush(heap, (self._judge(stake), node.used, stamp, node, stake.move))
-        if len(heap) > self._crowded[tier]:
-            heap[:] = [entry for entry in heap if _holds(entry, tier)]
-            heapq.heapify(heap)
-            self._crowded[tier] = 64 + 2 * len(heap)
-
-
-def _holds(entry: tuple[float, float, int, Node, Move], tier: int) -> bool:
-    """Whether an entry is the last one made of its node, and the node is still there."""
-    _, _, stamp, node, _ = entry
-    return node.parent is not None and node.copies[tier] is not None and facts_of(node).stamps[tier] == stamp
+    def check(self, nodes: Iterable[Node]) -> None:
+        """That these, all nodes of a tree, are what it knows."""
+        known = list(nodes)
+        held = sum(facts_of(node).size for node in known)
+        assert abs(held - self._held) <= 1e-6 * (1.0 + held), f"{self._held} symbols are counted, {held} are there"
+        for order in self._orders:
+            for tier, ranks in enumerate(order.tiers):
+                ranks.check()
+                missed = [node for node in known if node not in ranks and self.stake(node, tier) is not None]
+                assert not missed, f"{missed} could be evicted, and are not ranked"
+                assert sum(node in ranks for node in known) == len(ranks), "nodes are ranked that are gone"
 
 
 def above(node: Node, tier: int) -> tuple[float, float]:

@@ -290,7 +290,9 @@ class Tiers:
             self.writer.note(node)
 
     def settle(self) -> None:
-        """Take in what the disk has done, and hand it what is to be written, as fast as it may be."""
+        """Take in what the disk has done, and hand it what is to be written, as fast as it may be; let time pass."""
+        for each in filter(None, (self, self.neighbour)):
+            each.index.advance(each.clock())
         self.take_news()
         if self.shelf is not None and self.shelf.lost:
             self._purge()
@@ -320,6 +322,7 @@ class Tiers:
 
     def _recover(self, shelf: Shelf) -> None:
         """Hang what the disk has into the tree."""
+        self.index.advance(self.clock())  # ages count from now
         found, stranded = connect(shelf.disk.extents)
         for extent, path in found:
             shelf.hold(extent)  # until the tree has what it wants of it
@@ -349,6 +352,7 @@ class Tiers:
 
     def check(self) -> None:
         self.tree.check()
+        self.index.check(self.tree.walk())
         if self.host is not None:
             self.host.check()
         if self.shelf is not None:
