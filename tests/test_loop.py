@@ -5,6 +5,7 @@ import sys
 import threading
 
 import pytest
+import torch
 
 from bough import CacheConfig, Engine, SamplingParams
 from bough.engine import loop
@@ -73,6 +74,50 @@ def test_a_fault_in_any_place_ends_requests_and_leaves_nobody_waiting(llama_fold
         with pytest.raises(RequestError, match="closed"):
             engine.generate("the fox", GREEDY)
     engine.close()
+
+
+class Short:
+    """A model that has memory for so many tokens of a step, and finds that out before or after it has stored state."""
+
+    def __init__(self, model, most: int, *, late: bool) -> None:
+        self.model, self.most, self.late, self.refused = model, most, late, 0
+
+    def __getattr__(self, name: str):
+        return getattr(self.model, name)
+
+    def __call__(self, step):
+        short = step.rows.total > self.most
+        self.refused += short
+        if short and not self.late:
+            raise torch.OutOfMemoryError("no memory")
+        hidden = self.model(step)
+        if short:
+            raise torch.OutOfMemoryError("no memory")
+        return hidden
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("most", [1, 3, 17])
+def test_steps_become_as_small_as_there_is_memory_for(folder, expected, most, late, monkeypatch):
+    """Prompts and writers, in the place of those that lost their states: the answers are the same."""
+    monkeypatch.setattr(loop, "PATIENCE", 4)
+    with Engine.load(folder, dtype="float32", max_running=6) as engine:
+        short = engine._runner.model = Short(engine.model, most, late=late)
+        assert [out.tokens for out in engine.generate(PROMPTS, GREEDY)] == expected
+        assert short.refused > 2  # it tries larger ones now and then
+        engine.check()
+        short.most = 10**9
+        assert [out.tokens for out in engine.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_memory_for_no_token_at_all(folder, expected):
+    with Engine.load(folder, dtype="float32") as engine:
+        short = engine._runner.model = Short(engine.model, 0, late=True)
+        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            engine.generate(PROMPTS[0], GREEDY)
+        short.most, short.refused = 10**9, 0
+        assert engine.generate(PROMPTS[0], GREEDY).tokens == expected[0]
+        engine.check()
 
 
 def test_closing_while_others_submit(llama_folder):

@@ -4,6 +4,7 @@ Only this thread touches states, the pool, the cache and the model. Clients talk
 """
 
 import atexit
+import logging
 import queue
 import threading
 import time
@@ -18,7 +19,7 @@ from torch import Tensor
 from bough.cache.prefix_cache import PrefixCache
 from bough.draft import Draft
 from bough.engine import garbage
-from bough.engine.drafting import Drafting
+from bough.engine.drafting import DEEPEST, Drafting
 from bough.engine.flights import Flights
 from bough.engine.request import Handle
 from bough.engine.runner import Runner
@@ -30,8 +31,10 @@ from bough.errors import BadLogits, PoolFull, RequestError
 from bough.state.live import State
 from bough.state.transaction import Transaction, commit
 
+log = logging.getLogger("bough")
 Result = TypeVar("Result")
 BESIDE_WRITERS = 2048  # tokens of a step that others wait for
+PATIENCE = 256  # steps before twice as many tokens are tried where there was no memory for them, at first
 HANDOVER = 1e-4  # seconds in which whoever waits for a first token gets the interpreter, before we tidy up
 PACE = 0.02  # seconds between looks at a disk that is being written to, when there is nothing else to do
 
@@ -44,6 +47,8 @@ class Loop:
     ) -> None:
         self.runner, self.cache, self.drafting = runner, cache, drafting
         self.max_running, self.step_tokens = max_running, step_tokens
+        self._most = step_tokens  # that there was memory for, of late
+        self._patience, self._tries = PATIENCE, 0  # steps before more are tried, and the step at which that is
         self._inbox: queue.SimpleQueue[Sequence | Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting = Waiting(runner, cache, drafting)
         self._running: list[Sequence] = []
@@ -169,8 +174,11 @@ class Loop:
         try:
             self._advance(rows)
             self._short_of_memory = False
+            self._try_larger_steps()
         except PoolFull as error:
             self._make_room(error)
+        except torch.OutOfMemoryError as error:
+            self._take_smaller_steps(rows, error)
         except Exception as error:  # noqa: BLE001 (whatever it is, its requests are told, and the others go on)
             self.fail([s for s, _ in rows if not s.handle.done], error)
 
@@ -178,7 +186,8 @@ class Loop:
     def _budget(self) -> int:
         """How many tokens the next step may have: few enough that those who write do not wait for long."""
         waits = any(sequence.pending == 1 for sequence in self._running)
-        return min(self.step_tokens, BESIDE_WRITERS) if waits else self.step_tokens
+        most = min(self._most, self.step_tokens)
+        return min(most, BESIDE_WRITERS) if waits else most
 
     def _advance(self, rows: list[tuple[Sequence, int]]) -> None:
         if not rows:
@@ -189,7 +198,8 @@ class Loop:
         alone = len(writing) == len(rows)
         if alone and self.flights.take_off(writing):
             return
-        drafts = {} if self._short_of_memory else self.drafting.drafts(writing, len(rows))
+        cramped = self._most < min(self.step_tokens, len(rows) * (1 + DEEPEST))
+        drafts = {} if self._short_of_memory or cramped else self.drafting.drafts(writing, len(rows))
         if alone and drafts and self.flights.take_off_with(writing, drafts, began):
             return
         before = [s.computed for s in sequences]
@@ -313,16 +323,45 @@ class Loop:
             return
         if self.drafting.give_memory_back():
             return
-        newest = self._running.pop()
-        if self._running:
+        newest = self._running[-1]
+        if len(self._running) > 1:
             self.drafting.end(newest)
             self.cache.admit(_state(newest), newest.symbols, newest.salt, ended=True)
-            newest.release()
-            newest.scores = []
+            self._take_back(newest)
             self._waiting.put_back(newest)
         else:
-            self.drafting.park(newest)
-            newest.fail(error)
+            self.fail([newest], error)
+
+    def _take_smaller_steps(self, rows: list[tuple[Sequence, int]], error: torch.OutOfMemoryError) -> None:
+        """There was no memory for what a step computes on its way. Who lost a state by that goes on from what the cache
+        has of it."""
+        alive, total = [s for s, _ in rows if not s.handle.done], sum(count for _, count in rows)
+        if self.runner.pool.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if total == 1:  # it is not for the size of steps
+            self._most = self.step_tokens
+            self.fail(alive, error)
+            return
+        self._most, self._patience = total // 2, 4 * self._patience
+        self._tries = self._steps + self._patience
+        log.warning("there is no memory for a step of %d tokens; the next ones have at most %d", total, self._most)
+        for sequence in reversed(alive):
+            if not sequence.pending or _state(sequence).condition != "ready":
+                self.drafting.park(sequence)
+                self._take_back(sequence)
+                self._waiting.put_first(sequence)
+
+    def _try_larger_steps(self) -> None:
+        """What took the memory may be gone. Whoever lost a state by it gets further before that is tried once more."""
+        if self._most < self.step_tokens and self._steps >= self._tries:
+            self._most, self._patience = 2 * self._most, max(PATIENCE, self._patience // 2)
+            self._tries = self._steps + self._patience
+
+    def _take_back(self, sequence: Sequence) -> None:
+        """It gives its state back, to begin anew."""
+        self._running.remove(sequence)
+        sequence.release()
+        sequence.scores = []
 
     def end(self, sequence: Sequence, reason: str) -> None:
         """The request is done: what was computed for it is kept."""

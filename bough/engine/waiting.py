@@ -44,6 +44,10 @@ class Waiting:
     def put_back(self, sequence: Sequence) -> None:
         """It had to give its memory back, and goes on when another has ended."""
         self._preempted.add(sequence)
+        self.put_first(sequence)
+
+    def put_first(self, sequence: Sequence) -> None:
+        """It has run before, and lost its state."""
         self._queue.appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
