@@ -76,8 +76,10 @@ class About:
     def beside(path: Path) -> "About":
         """What is said of the model in a folder, or in a file in one."""
         file = (path.parent if path.is_file() else path) / FILE
-        if not file.exists():
-            return About()
+        return About.read(file) if file.exists() else About()
+
+    @staticmethod
+    def read(file: Path) -> "About":
         told = read_json(file)
         try:
             if told.pop("version") != VERSION:

@@ -61,9 +61,12 @@ class Stored:
 
     @property
     def about(self) -> About:
-        if not (self.folder / FILE).exists():
-            raise ModelError(f"{self.name} was removed or replaced meanwhile, or is damaged; try again")
-        return About.beside(self.path)
+        try:
+            return About.read(self.folder / FILE)  # each has one, so that it is missing does not mean that it is empty
+        except ModelError as error:
+            raise ModelError(
+                f"{self.name} was removed or replaced meanwhile, or is damaged; try again ({error})"
+            ) from None
 
     @property
     def size(self) -> int:
