@@ -76,6 +76,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # what is added to the logits of token ids
     seed: int | None = None  # None: a fresh one each time
     stop: tuple[str, ...] = field(default=())
     logprobs: int | None = None  # how many alternatives to report beside the chosen token; None: no logprobs
@@ -99,6 +100,10 @@ class SamplingParams:
         require(positive, "repetition_penalty", self.repetition_penalty, "a number above 0, and finite")
         for name in ("presence_penalty", "frequency_penalty"):
             require(is_number(getattr(self, name)), name, getattr(self, name), "a number, and finite")
+        if isinstance(self.logit_bias, Mapping):  # pairs can be hashed
+            object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
+        biased = isinstance(self.logit_bias, tuple) and all(map(_is_bias, self.logit_bias))
+        require(biased, "logit_bias", self.logit_bias, "finite numbers by token id")
         seeded = self.seed is None or is_int(self.seed, 0, 2**63 - 1)
         require(seeded, "seed", self.seed, "a whole number between 0 and 2**63 - 1, or None")
         strings = isinstance(self.stop, tuple) and all(isinstance(each, str) and each for each in self.stop)
@@ -113,6 +118,10 @@ class SamplingParams:
         constrained = self.grammar is None or isinstance(self.grammar, Grammar)
         require(constrained, "grammar", self.grammar, "a Grammar, or None")
         require(self.draft in ("auto", None), "draft", self.draft, '"auto", or None')
+
+
+def _is_bias(pair: object) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and is_int(pair[0], 0) and is_number(pair[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -474,6 +474,11 @@ def test_arrays_and_tensors_are_prompts(engine):
         (SamplingParams, "repetition_penalty", ["1", 0, float("inf")]),
         (SamplingParams, "presence_penalty", ["1", float("nan"), None]),
         (SamplingParams, "frequency_penalty", [True, float("-inf")]),
+        (
+            SamplingParams,
+            "logit_bias",
+            [None, {5: None}, {5: float("nan")}, {-1: 1.0}, {"5": 1.0}, {True: 1}, ((5, 1, 2),)],
+        ),
         (SamplingParams, "seed", [1.0, "1", True, -1, 2**63]),
         (SamplingParams, "stop", [5, None, [""], "", [b"x"], ["x", 5], b"x"]),
         (SamplingParams, "logprobs", [True, 2.0, -1, 65]),

@@ -158,6 +158,17 @@ def test_penalties_and_vendor_fields(live, client):
     assert answer.choices[0].text == live.engine.generate("the lazy dog", params).text
 
 
+def test_biases(live, client):
+    """A token that is not to be written is not, and one that is to be is, whatever else the model would write."""
+    text = complete(live, client).choices[0].text
+    [first] = live.engine.generate("the lazy dog", SamplingParams(max_tokens=1, temperature=0)).tokens
+    assert complete(live, client, logit_bias={str(first): -100}).choices[0].text[:1] != text[:1]
+    extra = {"return_token_ids": True, "ignore_eos": True}
+    told = complete(live, client, logit_bias={"77": 100, str(first): -3.5}, extra_body=extra).choices[0]
+    assert told.token_ids == [77] * 12
+    assert complete(live, client, logit_bias={}).choices[0].text == text
+
+
 def test_chat_logprobs(live, client):
     expected = live.engine.generate(
         chat_tokens(live, HELLO), SamplingParams(max_tokens=5, temperature=0, logprobs=2, ignore_eos=True)
@@ -199,7 +210,9 @@ def test_completion_logprobs(live, client):
         ({"stream": "yes"}, "stream", "true or false"),
         ({"top_logprobs": 3}, "top_logprobs", "logprobs"),
         ({"functions": [{"name": "x"}]}, "functions", "give tools instead"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"logit_bias": {"the": 1}}, "logit_bias", "by token id, not 'the'"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5", "from -100 to 100, not 101"),
+        ({"logit_bias": {"999999": 1}}, None, "token 999999 is not in the vocabulary"),
         ({"tool_choice": "required"}, "tool_choice", "where no tools are given"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "where no tools are given"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, None, "cannot be set"),

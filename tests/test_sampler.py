@@ -270,6 +270,31 @@ def test_penalties_equal_the_oracle(
     assert sample(torch.tensor([logits] * len(rows)), rows).tokens == found.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 3, "logprobs": 1}, {"repetition_penalty": 1.7}])
+def test_biases_are_added_before_all_else(dtype: torch.dtype, options: dict[str, float]) -> None:
+    """What is drawn is what logits with the biases in them would give; what is told of the model is without."""
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(3)).to(dtype)
+    before, biases = logits.clone(), {3: 1.5, 39: -100.0, 0: 0.25}
+    allowed = torch.tensor([0b11111101, 255, 255, 255, 255], dtype=torch.uint8)  # all but 1
+
+    def row(index: int, bias: dict[int, float]) -> RowSampling:
+        params = SamplingParams(**{"temperature": 1.0, **options}, logit_bias=bias)
+        counts = TokenCounts.wanted_by(params, [3, 7], 40, "cpu")
+        return RowSampling(params, 8, index, counts, allowed=allowed if index % 2 else None)
+
+    found = sample(logits, [row(index, biases if index else {}) for index in range(6)])
+    moved = logits.to(torch.float32, copy=True)
+    for token, bias in biases.items():
+        moved[1:, token] += bias
+    assert found.tokens == sample(moved, [row(index, {}) for index in range(6)]).tokens
+    assert logits.equal(before)
+    if "logprobs" in options:
+        plain = torch.log_softmax(logits.float(), -1)
+        expected = [plain[index, token].item() for index, token in enumerate(found.tokens)]
+        assert [each.chosen for each in found.logprobs] == pytest.approx(expected, abs=1e-5)
+
+
 def test_penalties_change_greedy_and_noisy_tokens() -> None:
     logits = torch.tensor([[3.0, 2.5, -1.0]])
     for options in ({"repetition_penalty": 2.0}, {"presence_penalty": 1.0}, {"frequency_penalty": 0.5}):
@@ -319,6 +344,8 @@ def mixed_rows(vocabulary: int, device: str = "cpu") -> list[RowSampling]:
         counted(temperature=0, repetition_penalty=1.3, logprobs=2),
         counted(presence_penalty=0.7, top_k=7),
         counted(frequency_penalty=0.2, repetition_penalty=0.9, top_p=0.9),
+        row(temperature=0, logit_bias={0: 2.5, vocabulary - 1: 3.5}, logprobs=2),
+        counted(presence_penalty=0.7, top_k=7, logit_bias={4: 3, 7: -1}),
     ]
 
 

@@ -15,7 +15,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 NOISY = replace(GREEDY, temperature=0.8, seed=5)
 EVERYTHING = SamplingParams(
     max_tokens=12, temperature=1.3, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.2,
-    frequency_penalty=0.1, seed=6, logprobs=3, ignore_eos=True,
+    frequency_penalty=0.1, logit_bias={3: 2.0, 11: -1.0}, seed=6, logprobs=3, ignore_eos=True,
 )  # fmt: skip
 PIECE = prompt_of(9, seed=1)
 BEGINNING = [*PIECE, *prompt_of(5, seed=2), *PIECE, *prompt_of(7, seed=3), *PIECE[:5]]  # something for n-grams to find

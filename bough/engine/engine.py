@@ -252,6 +252,8 @@ class Engine:
         require(isinstance(params, SamplingParams), "params", params, "SamplingParams")
         if params.stop and self.tokenizer is None:
             raise OptionError("stop strings need a tokenizer, and the model has none")
+        if params.logit_bias:
+            self._expect_known(TokenIds(dict(params.logit_bias)))
         if params.grammar is not None:
             self._grammars.check(params.grammar)
         return Request(self.tokens(prompt), params, resolve_seed(params))

@@ -1,8 +1,8 @@
-"""Choosing the next token of each row: masks, penalties, temperature, filters, noise, logprobs.
+"""Choosing the next token of each row: masks, biases, penalties, temperature, filters, noise, logprobs.
 
 Token i of a request is argmax(log p_i + Gumbel(seed, i)). p_i is the model's distribution after, in this order: the
-mask of what is allowed, penalties, temperature, top-k, top-p, min-p. Greedy (temperature 0) is the case without noise;
-filters never remove the likeliest of the allowed tokens, so greedy rows skip them.
+mask of what is allowed, biases, penalties, temperature, top-k, top-p, min-p. Greedy (temperature 0) is the case without
+noise; filters never remove the likeliest of the allowed tokens, so greedy rows skip them.
 
 - The noise of a token depends on (seed, i, token id) and on nothing else. Sampling keeps no state of its own: asking
   again for the same row gives the same token.
@@ -10,7 +10,7 @@ filters never remove the likeliest of the allowed tokens, so greedy rows skip th
   sum in float64 that is then rounded to float32, so that the order of summation does not show.
 - Of equal logits, argmax and top-k prefer the lower token id: top-k keeps exactly k. Top-p and min-p judge by value
   only: tokens equally likely are kept or dropped together.
-- Logprobs are those of the model itself, its log-softmax in float32 before masks, penalties, temperature and filters.
+- Logprobs are those of the model itself, its log-softmax in float32 before all that.
 - One transfer to the host per call; all that goes the other way is copied without waiting.
 
 This module knows logits and token ids. It does not know sequences, text, state or when a request ends.
@@ -194,11 +194,14 @@ def draw(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:
     """The token of each row and the score it won with (not finite: bad logits), both [R] and on the device."""
     assert len(logits) == len(rows), f"{len(logits)} rows of logits, {len(rows)} rows to sample"
     masked = {r: row.allowed for r, row in enumerate(rows) if row.allowed is not None}
+    biased = [(r, row.params.logit_bias) for r, row in enumerate(rows) if row.params.logit_bias]
     penalised = [r for r, row in enumerate(rows) if row.counts is not None]
-    if masked or penalised:
+    if masked or biased or penalised:
         logits = logits.to(torch.float32, copy=True)  # the caller's stay as they are
     if masked:
         _mask_(logits, masked)
+    if biased:
+        _bias_(logits, [(r, *each) for r, biases in biased for each in dict(biases).items()])
     for piece in _pieces(penalised, logits.shape[1]):
         which = _send(piece, torch.int64, logits.device)
         logits.index_copy_(0, which, _penalise(logits[which], [rows[r] for r in piece]))
@@ -309,6 +312,12 @@ def _mask_(logits: Tensor, allowed: Mapping[int, Tensor]) -> None:
         refused = unset[packed[at : at + len(piece)].int()].view(torch.bool)[:, : logits.shape[1]]
         logits.index_copy_(0, which, torch.where(refused, -math.inf, logits[which]))
         at += len(piece)
+
+
+def _bias_(logits: Tensor, biases: Sequence[tuple[int, int, float]]) -> None:
+    """Add to the logits of rows and tokens, each of which is there once."""
+    places = _send([(row, token) for row, token, _ in biases], torch.int64, logits.device).unbind(1)
+    logits[places] += _send([bias for _, _, bias in biases], torch.float32, logits.device)
 
 
 def _penalise(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from bough.config import Grammar, SamplingParams
+from bough.config import Grammar, SamplingParams, is_number
 from bough.server.schema import Either, Flag, Invalid, Listed, Number, Record, Shape, Text, Whole
 
 LEAST_TOP_P = 1e-9  # the likeliest token alone, which is what 0 asks for
@@ -41,7 +41,7 @@ SAMPLING: dict[str, Shape] = {
     "stream_options": Record({"include_usage": Flag()}),
     "ignore_eos": Flag(about="go on after the model has ended"),
     "cache_salt": Text(about="requests with different ones share nothing through the cache"),
-    "logit_bias": Record({}, open=True, about="not supported: has to be empty"),
+    "logit_bias": Record({}, open=True, about="what is added to the logits of token ids, -100 to 100"),
     "user": Text(about="ignored"),
 }
 
@@ -153,8 +153,6 @@ def completion_sampling(body: Mapping[str, Any], defaults: SamplingParams, salt:
 
 
 def _sampling(body: Mapping[str, Any], defaults: SamplingParams, **given: Any) -> SamplingParams:
-    if body.get("logit_bias"):
-        raise Invalid("logit_bias", "empty: it is not supported")
     same = ("temperature", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos", "stop")
     given |= {name: body[name] for name in same if name in body}
     if "top_p" in body:
@@ -163,7 +161,22 @@ def _sampling(body: Mapping[str, Any], defaults: SamplingParams, **given: Any) -
         given["top_k"] = max(body["top_k"], 0)
     if "seed" in body:
         given["seed"] = body["seed"] % 2**63
+    if "logit_bias" in body:
+        given["logit_bias"] = {_token_id(token): _bias(token, bias) for token, bias in body["logit_bias"].items()}
     return replace(defaults, **given)
+
+
+def _token_id(name: str) -> int:
+    """JSON has no numbers for names."""
+    if not re.fullmatch("[0-9]{1,10}", name):
+        raise Invalid("logit_bias", "numbers by token id", name)
+    return int(name)
+
+
+def _bias(token: str, bias: Any) -> float:
+    if not is_number(bias, -100, 100):
+        raise Invalid(f"logit_bias.{token}", "a number from -100 to 100", bias)
+    return float(bias)
 
 
 def choices(params: SamplingParams, n: int) -> list[SamplingParams]:
