@@ -23,9 +23,13 @@ from transformers import (
     Gemma4TextConfig,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -70,6 +74,12 @@ FAMILIES = {
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, MIXED),
     "qwen3_next": (Qwen3NextForCausalLM, Qwen3NextConfig, {**HYBRID, **EXPERTS}),
     "qwen3_5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, HYBRID),
+    "qwen3_5_moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, {**HYBRID, **EXPERTS}),
+    "lfm2_moe": (
+        Lfm2MoeForCausalLM,
+        Lfm2MoeConfig,
+        {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    ),
     "gemma4": (Gemma4ForCausalLM, Gemma4TextConfig, {"hidden_size_per_layer_input": 0, "global_head_dim": 8, **MIXED}),
 }
 

@@ -49,12 +49,22 @@ FAMILIES = {
         transformers.Lfm2Config,
         {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     ),
+    "lfm2_moe": (
+        transformers.Lfm2MoeConfig,
+        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
+         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
     "qwen3_next": (
         transformers.Qwen3NextConfig,
         {"num_hidden_layers": 4, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
          "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, **LINEAR},
     ),
     "qwen3_5": (transformers.Qwen3_5TextConfig, {"num_hidden_layers": 4, "head_dim": 8, **LINEAR}),
+    "qwen3_5_moe": (
+        transformers.Qwen3_5MoeTextConfig,
+        {"num_hidden_layers": 4, "head_dim": 8, "num_experts": 3, "num_experts_per_tok": 1,
+         "moe_intermediate_size": 16, "shared_expert_intermediate_size": 8, **LINEAR},
+    ),
 }  # fmt: skip
 
 

@@ -10,7 +10,14 @@ from parity import pool_for, random_tokens, randomise, save
 from safetensors.torch import load_file, save_file
 from test_bundled import UNSEEN
 from torch import Tensor
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from bough.cli import BUNDLED
 from bough.draft import Drafter, Grown, Wanted
@@ -86,6 +93,11 @@ def sparse(folder: Path) -> Path:
     return folder_with_head(folder, reference, mtp_tensors(sparse=True))
 
 
+def newer_sparse(folder: Path) -> Path:
+    reference = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SMALL, **EXPERTS))
+    return folder_with_head(folder, reference, mtp_tensors(sparse=True))
+
+
 HEADS = {
     "qwen3_5": dense,
     "qwen3_5-tied-own-embedding-and-head-biased": lambda folder: dense(
@@ -95,6 +107,7 @@ HEADS = {
         attention_bias=True,
     ),
     "qwen3_next-with-experts": sparse,
+    "qwen3_5-with-experts": newer_sparse,
 }
 
 

@@ -1,4 +1,4 @@
-"""Qwen3.5 against transformers: dense models of many shapes, their states, and checkpoints with a vision tower."""
+"""Qwen3.5 against transformers: models of many shapes, with experts too, their states, and files with a tower."""
 
 import json
 
@@ -6,7 +6,16 @@ import pytest
 import torch
 from parity import check_family, check_prompt, check_recurrent, randomise, remember, save
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
+from transformers import (
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+)
 
 from bough.errors import BadWeights
 from bough.models.load import load_model
@@ -66,6 +75,68 @@ def test_shapes(options, tmp_path):
         FullKV if each == FULL else Recurrent for each in reference.config.layer_types
     ]
     assert (model.head is model.embedding) == options.get("tie_word_embeddings", False)
+
+
+SPARSE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 16,
+}
+SPARSE_SHAPES = {
+    "experts": {},
+    "five-of-odd-size": {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 17},
+    "one-of-three": {"num_experts": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+}
+
+
+def tiny_sparse(**options) -> Qwen3_5MoeForCausalLM:
+    torch.manual_seed(0)
+    reference = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**{**SMALL, **SPARSE, **options}))
+    reference.set_experts_implementation("eager")  # the others want sizes that are multiples
+    randomise(reference)
+    remember(reference)
+    return reference.eval()
+
+
+@pytest.mark.parametrize("options", SPARSE_SHAPES.values(), ids=SPARSE_SHAPES)
+def test_experts(options, tmp_path):
+    reference = tiny_sparse(**options)
+    check_recurrent(reference, check_family(reference, tmp_path), tolerance=5e-6)
+
+
+@pytest.mark.parametrize("options", SPARSE_SHAPES.values(), ids=SPARSE_SHAPES)
+def test_experts_in_bfloat16(options, tmp_path):
+    reference = tiny_sparse(**options)
+    model = load_model(save(reference, tmp_path), dtype="bfloat16")
+    check_prompt(reference.to(torch.bfloat16), model, tolerance=0.15)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_checkpoint_with_experts_and_a_vision_tower(stacked, tmp_path):
+    """Experts one by one, or stacked as on the hub."""
+    torch.manual_seed(0)
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3_5MoeConfig(text_config=SMALL | SPARSE, vision_config=vision | {"num_position_embeddings": 16})
+    whole = Qwen3_5MoeForConditionalGeneration(config).eval()
+    randomise(whole)
+    remember(whole)
+    file = save(whole, tmp_path) / "model.safetensors"
+    kept = {name: value for name, value in load_file(file).items() if ".experts." not in name}
+    stacks = {name: value for name, value in whole.state_dict().items() if ".experts." in name}
+    assert len(stacks) == 2 * 4 and any(name.startswith("model.visual.") for name in kept)
+    each = {
+        f"{name.rsplit('.', 1)[0]}.{index}.{part}.weight": value.contiguous()
+        for name, stack in stacks.items()
+        for index, matrix in enumerate(stack)
+        for part, value in (
+            zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True)
+            if name.endswith("gate_up_proj")
+            else [("down_proj", matrix)]
+        )
+    }
+    save_file(kept | (stacks if stacked else each), file)
+    check_prompt(whole, load_model(tmp_path))
 
 
 @pytest.mark.parametrize("options", CACHED.values(), ids=CACHED)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bough import ops
 from bough.errors import UnknownArchitecture
-from bough.ops import Activation, Addend, Input, Norm, Pages, Parts, Quantised
+from bough.ops import Activation, Addend, Input, Matrices, Norm, Pages, Parts, Quantised
 from bough.state.kinds import FullKV, PageKind, WindowKV
 from bough.state.step import Ends, Step
 
@@ -135,6 +135,10 @@ def attention_kind(kv_heads: int, head_dim: int, window: int | None) -> PageKind
     return FullKV(kv_heads, head_dim, head_dim) if window is None else WindowKV(kv_heads, head_dim, head_dim, window)
 
 
+Names = tuple[str, str, str]
+NAMES: Names = ("gate_proj", "up_proj", "down_proj")  # of an MLP's matrices, where files have no others
+
+
 class GatedMLP:
     """down(activation(gate x) · up x), with gate and up in one product."""
 
@@ -145,7 +149,7 @@ class GatedMLP:
         hidden: int,
         width: int,
         activation: Activation = F.silu,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        names: Names = NAMES,
         bias: bool = False,
     ) -> None:
         gate, up, down = (f"{prefix}.{name}" for name in names)
@@ -157,6 +161,19 @@ class GatedMLP:
         if not len(x):  # since no row is wanted: quantised weights would be unpacked all the same
             return ops.made(x)
         return self.down.later(ops.gated_linear(x, self.gate_up.weight, self.gate_up.bias, self.activation))
+
+
+def read_experts(
+    weights: "Weights", prefix: str, count: int, hidden: int, width: int, names: Names = NAMES
+) -> tuple[Matrices, Matrices]:
+    """gate and up [2 · width, hidden] and down [hidden, width] of each. Files have them one by one or stacked."""
+    if f"{prefix}.gate_up_proj" in weights:
+        gate_up = weights.stack(f"{prefix}.gate_up_proj", count, 2 * width, hidden)
+        return gate_up, weights.stack(f"{prefix}.down_proj", count, hidden, width)
+    each = [[f"{prefix}.{index}.{name}" for name in names] for index in range(count)]
+    inputs = [weights.linear([gate, up], [width, width], hidden) for gate, up, _ in each]
+    outputs = [weights.linear(down, hidden, width) for *_, down in each]
+    return ops.matrices([one.weight for one in inputs]), ops.matrices([one.weight for one in outputs])
 
 
 def narrowing(layers: Sequence[Layer], step: Step) -> Iterator[tuple[Layer, Ends | None]]:

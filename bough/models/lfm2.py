@@ -9,13 +9,14 @@ from typing import Any
 from bough import ops
 from bough.models.blocks import Attention, GatedMLP, Rotation, narrowed
 from bough.models.config import ModelConfig
-from bough.models.layered import Layer, Layered
+from bough.models.layered import MLP, Layer, Layered
 from bough.models.weights import Weights
 from bough.ops import Addend, Input, Norm
 from bough.state.kinds import ShortConv
 from bough.state.step import Ends, Step
 
 CONV, FULL = "conv", "full_attention"
+NAMES = ("w1", "w3", "w2")  # of an MLP's gate, up and down
 
 
 class Convolution:
@@ -91,5 +92,7 @@ class Lfm2(Layered):
             )
         else:
             mixer = Convolution(config, weights, f"{prefix}.conv", index)
-        mlp = GatedMLP(weights, f"{prefix}.feed_forward", hidden, mlp_width(config), names=("w1", "w3", "w2"))
-        return Layer(mixer_norm, mixer, mlp_norm, mlp)
+        return Layer(mixer_norm, mixer, mlp_norm, self._mlp(weights, f"{prefix}.feed_forward", index))
+
+    def _mlp(self, weights: Weights, prefix: str, index: int) -> MLP:
+        return GatedMLP(weights, prefix, self.hidden_size, mlp_width(self.config), names=NAMES)

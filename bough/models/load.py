@@ -23,9 +23,12 @@ FAMILIES = {
     "gemma4": ("gemma4", "Gemma4"),
     "gemma4_text": ("gemma4", "Gemma4"),
     "lfm2": ("lfm2", "Lfm2"),
+    "lfm2_moe": ("lfm2_moe", "Lfm2Moe"),
     "qwen3_next": ("qwen3_next", "Qwen3Next"),
     "qwen3_5": ("qwen3_5", "Qwen35"),
     "qwen3_5_text": ("qwen3_5", "Qwen35"),
+    "qwen3_5_moe": ("qwen3_5", "Qwen35Moe"),
+    "qwen3_5_moe_text": ("qwen3_5", "Qwen35Moe"),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

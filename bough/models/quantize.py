@@ -36,7 +36,7 @@ SPARED = {
     r"conv1d\.|\.conv\.conv\.": "the taps of convolutions: few, and their errors stay in the state",
     r"in_proj_(a|b|ba)\.": "the gates of the delta rule: few rows, and their errors stay in the state",
     r"shared_expert_gate\.|per_layer_input_gate\.": "small gates on all that comes after them",
-    r"mlp\.gate\.|router\.": "routers: the wrong expert is no small error",
+    r"(mlp|feed_forward)\.gate\.|router\.": "routers: the wrong expert is no small error",
     r"visual\.|vision_tower|audio_tower|embed_vision|embed_audio": "other senses, which are not run",
 }
 HEAD = r"^(language_model\.)?lm_head\.weight$"  # of 8 bits in any scheme

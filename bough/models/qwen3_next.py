@@ -1,6 +1,6 @@
 """Qwen3-Next: gated-delta layers with gated full attention between them, and experts.
 
-Qwen3.5 has the same layers over weights laid out in another way, and no experts: it is a subclass (qwen3_5.py).
+Qwen3.5 has the same layers over weights laid out in another way, with experts or without (qwen3_5.py).
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from bough import ops
-from bough.models.blocks import Attention, GatedMLP, Linear, Rotation, activation, narrowed
+from bough.models.blocks import Attention, GatedMLP, Linear, Rotation, activation, narrowed, read_experts
 from bough.models.config import ModelConfig
 from bough.models.layered import Layer, Layered
 from bough.models.weights import Weights
-from bough.ops import Addend, DeltaLayer, Input, Matrices, Norm
+from bough.ops import Addend, DeltaLayer, Input, Norm
 from bough.state.kinds import Recurrent
 from bough.state.step import Ends, Step
 
@@ -70,7 +70,10 @@ class SparseMLP:
         self.sizes = [shared, shared, 1, config.num_experts]
         self.inputs = weights.linear([f"{prefix}.{name}" for name in names], self.sizes, hidden)
         self.down = weights.linear(f"{prefix}.shared_expert.down_proj", hidden, shared)
-        self.expert_gate_up, self.expert_down = read_experts(config, weights, f"{prefix}.experts")
+        width = config.moe_intermediate_size
+        self.expert_gate_up, self.expert_down = read_experts(
+            weights, f"{prefix}.experts", config.num_experts, hidden, width
+        )
 
     def __call__(self, x: Input) -> Tensor:
         x = ops.made(x)  # which more than one product takes
@@ -80,18 +83,6 @@ class SparseMLP:
         if self.normed:
             share = share / share.sum(-1, keepdim=True)
         return out + ops.experts(x, share.to(x.dtype), expert, self.expert_gate_up, self.expert_down, self.activation)
-
-
-def read_experts(config: ModelConfig, weights: Weights, prefix: str) -> tuple[Matrices, Matrices]:
-    """gate and up [2I, hidden] and down [hidden, I] of each, which files have expert by expert or stacked."""
-    count, width, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
-    if f"{prefix}.gate_up_proj" in weights:
-        gate_up = weights.stack(f"{prefix}.gate_up_proj", count, 2 * width, hidden)
-        return gate_up, weights.stack(f"{prefix}.down_proj", count, hidden, width)
-    each = [f"{prefix}.{index}" for index in range(count)]
-    inputs = [weights.linear([f"{one}.gate_proj", f"{one}.up_proj"], [width, width], hidden) for one in each]
-    outputs = [weights.linear(f"{one}.down_proj", hidden, width) for one in each]
-    return ops.matrices([one.weight for one in inputs]), ops.matrices([one.weight for one in outputs])
 
 
 class Qwen3Next(Layered):
