@@ -1,4 +1,6 @@
-"""OpenAI's API: /v1/chat/completions, /v1/completions and /v1/models, as its clients expect them."""
+"""OpenAI's API: /v1/chat/completions, /v1/completions and /v1/models, as its clients expect them; and /v1/responses,
+which responses.py answers.
+"""
 
 import json
 import secrets
@@ -14,7 +16,7 @@ from bough.engine.sampler import Logprobs
 from bough.engine.tool_formats import ToolCall
 from bough.engine.tools import Part, Reader, Said
 from bough.server import openai_requests as asked
-from bough.server import replies
+from bough.server import replies, responses
 from bough.server.api import Api, Call, Endpoint, Json, Stream, server_sent
 from bough.server.errors import ApiError, no_such_model
 from bough.server.generation import QUIET, Generation
@@ -131,12 +133,8 @@ class Answer:
         raise NotImplementedError
 
     def told(self, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> list[tuple[int, Logprobs]]:
-        """Tokens with their logprobs, without the one that ends the reply, which is no part of its text."""
-        ends = frozenset() if self.call.body.get("ignore_eos") else self.engine.end_tokens
-        return [(token, each) for token, each in zip(tokens, logprobs, strict=True) if token not in ends]
-
-    def spell(self, token: int) -> bytes:
-        return self.engine.tokenizer.token_bytes(token) if self.engine.tokenizer else str(token).encode()
+        ignore_eos = self.call.body.get("ignore_eos", False)
+        return replies.told_logprobs(self.engine, tokens, logprobs, ignore_eos=ignore_eos)
 
 
 class ChatAnswer(Answer):
@@ -195,15 +193,8 @@ class ChatAnswer(Answer):
     def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> dict[str, Any] | None:
         if not logprobs:
             return None
-        content = [
-            self._entry(token, each.chosen) | {"top_logprobs": [self._entry(*other) for other in each.top]}
-            for token, each in self.told(tokens, logprobs)
-        ]
+        content = replies.entries(self.engine, self.told(tokens, logprobs))
         return {"content": content, "refusal": None} if content else None
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        spelt = self.spell(token)
-        return {"token": spelt.decode(errors="replace"), "logprob": logprob, "bytes": list(spelt)}
 
 
 class CompletionAnswer(Answer):
@@ -250,7 +241,7 @@ class CompletionAnswer(Answer):
         }
 
     def _text(self, token: int) -> str:
-        return self.spell(token).decode(errors="replace")
+        return replies.spell(self.engine, token).decode(errors="replace")
 
 
 def usage(outputs: Sequence[Output], n: int) -> dict[str, Any]:
@@ -303,6 +294,7 @@ API = Api(
     (
         Endpoint("POST", "/v1/chat/completions", chat, "The next message of a conversation", asked.CHAT, stream=EVENTS),
         Endpoint("POST", "/v1/completions", complete, "A prompt, continued", asked.COMPLETION, stream=EVENTS),
+        *responses.ENDPOINTS,
         Endpoint("GET", "/v1/models", models, "What is served"),
         Endpoint("GET", "/v1/models/{model:path}", model, "One model"),
     ),

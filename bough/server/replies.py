@@ -1,11 +1,14 @@
 """Replies as APIs tell of them: taken apart into what is said, what is thought and which tools are called."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bough.config import SamplingParams
+from bough.engine.engine import Engine
 from bough.engine.request import Output, Piece
+from bough.engine.sampler import Logprobs
 from bough.engine.tokenizer import Tokenizer
 from bough.engine.tool_formats import ToolCall
 from bough.engine.tool_grammar import after_thinking, call_grammar
@@ -105,6 +108,39 @@ async def parts(generation: Generation, read: Reader) -> AsyncIterator[Part | No
             continue
         for part in read.finish() if piece is None else read.push(piece):
             yield part
+
+
+def thinking_tokens(service: Service, tokens: Sequence[int]) -> int:
+    """How many tokens of a reply that begins with thinking this takes, marks included."""
+    tokenizer = _tokenizer(service)
+    dialect = Dialect.of(tokenizer)
+    assert dialect.thinking is not None, "there was thinking in the reply"
+    close = dialect.thinking[1]
+    return bisect_left(
+        range(len(tokens)), True, key=lambda count: close in tokenizer.decode(tokens[:count], skip_special=False)
+    )
+
+
+def told_logprobs(
+    engine: Engine, tokens: Iterable[int], logprobs: Iterable[Logprobs], *, ignore_eos: bool
+) -> list[tuple[int, Logprobs]]:
+    """Tokens with their logprobs, without the one that ends the reply, which is no part of its text."""
+    ends = frozenset() if ignore_eos else engine.end_tokens
+    return [(token, each) for token, each in zip(tokens, logprobs, strict=True) if token not in ends]
+
+
+def spell(engine: Engine, token: int) -> bytes:
+    return engine.tokenizer.token_bytes(token) if engine.tokenizer else str(token).encode()
+
+
+def entries(engine: Engine, told: Iterable[tuple[int, Logprobs]]) -> list[dict[str, Any]]:
+    """Logprobs as OpenAI's APIs for chats tell of them."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        spelt = spell(engine, token)
+        return {"token": spelt.decode(errors="replace"), "logprob": logprob, "bytes": list(spelt)}
+
+    return [entry(token, each.chosen) | {"top_logprobs": [entry(*other) for other in each.top]} for token, each in told]
 
 
 def facts(output: Output) -> dict[str, Any]:
