@@ -7,6 +7,7 @@ this is also where every family is compared between the two. Elsewhere both run 
 import time
 from dataclasses import replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -162,6 +163,31 @@ def test_a_fault_while_tokens_are_read_ends_one_request_alone(monkeypatch):
             bad.result()
         assert good.result().tokens == made.generate(second, params).tokens == expected
         made._runner.pool.check()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_no_memory_for_what_is_launched_ahead(family, late, monkeypatch):
+    """Before or after the states have the tokens."""
+    prompts, calls, refused = [random_tokens(VOCABULARY, 5 + 9 * at, seed=at) for at in range(3)], count(), []
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    with engine(family, ahead=False) as plain:
+        expected = [plain.generate(prompt, params).tokens for prompt in prompts]
+    with engine(family, ahead=True) as made:
+        forward = made._runner.forward
+
+        def short(*given, **options):
+            refuses = options.get("given") is not None and next(calls) % 5 == 2
+            found = forward(*given, **options) if late or not refuses else None
+            if refuses:
+                refused.append(given)
+                raise torch.OutOfMemoryError("no memory")
+            return found
+
+        monkeypatch.setattr(made._runner, "forward", short)
+        assert [out.tokens for out in made.generate(prompts, params)] == expected
+        made.check()
+    assert len(refused) > 2
 
 
 def test_the_last_token_of_a_prompt_is_read_by_a_plain_step():

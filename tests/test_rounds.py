@@ -11,6 +11,7 @@ from itertools import count
 from random import Random
 
 import pytest
+import torch
 from parity import random_tokens
 from speculation import VOCABULARY, WITH_HEAD, Fixed, Right, Written, clear, expect_idle, used, wild
 from test_fixed import without_graphs
@@ -201,6 +202,34 @@ def test_logits_that_are_no_numbers(seed, monkeypatch):
         for prompt, params, tokens in asked:
             assert made.generate(prompt, params).tokens == tokens
     assert bad and failed < 6
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_no_memory_for_what_is_launched_on_guesses(late, monkeypatch):
+    """Nobody knows what became of the states: they are made anew, and the answers are the same."""
+    with engine("lfm2", ahead=False) as plain:
+        asked = texts(plain, seed=1)
+    right, calls, begin = Right([[*prompt, *tokens] for prompt, _, tokens in asked]), count(), Ahead.begin
+
+    def short(*given):
+        refuses = not next(calls)
+        if late or not refuses:
+            begin(*given)
+        if refuses:
+            raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Ahead, "begin", short)
+    monkeypatch.setattr("bough.engine.loop.PATIENCE", 1)
+    with in_flight("lfm2", right, monkeypatch) as (made, followed):
+        for _ in range(20):  # until that is tried again
+            if any(each is not None for each in followed):
+                break
+            handles = [(made.submit(prompt, params), tokens) for prompt, params, tokens in asked]
+            for handle, tokens in handles:
+                assert handle.result().tokens == tokens
+            made.check()
+        else:
+            pytest.fail("nothing is launched on guesses any more")
 
 
 @pytest.mark.parametrize("fault", ["read", "land", "follow"])

@@ -25,6 +25,7 @@ class Ground(Protocol):
     def fence(self) -> None: ...  # before a launch
     def end(self, sequence: Sequence, reason: str) -> None: ...
     def fail(self, sequences: list[Sequence], error: Exception) -> None: ...
+    def hurt(self, sequences: list[Sequence], tokens: int, error: Exception) -> None: ...  # by a step of so many
 
 
 class Flights:
@@ -94,11 +95,8 @@ class Flights:
             if not sequence.handle.done:
                 self.drafting.learn(sequence, 0, 0, seconds, len(flight.sequences))
                 self._take(sequence, Verdict([(sampled.tokens[row], sampled.logprobs[row])]), bad=row in sampled.bad)
-            if failure is not None and not sequence.handle.done:
-                state = sequence.state
-                assert state is not None
-                if state.condition != "ready" or not sequence.pending:  # the token that it has taken was lost
-                    self._ground.fail([sequence], failure)
+        if failure is not None:
+            self._ground.hurt([each for each in others if _is_lost(each)], 2 * len(others), failure)
 
     # Draft rounds.
 
@@ -118,7 +116,7 @@ class Flights:
                 commit([(flight.opened[row], 0 if row in bad else kept[row]) for row in alive])
         except Exception as error:  # noqa: BLE001 (as in a step)
             self.runner.lose()
-            self._ground.fail([each for each in flight.sequences if not each.handle.done], error)
+            self._ground.hurt(flight.sequences, 2 * sum(map(len, flight.fed)), error)
             return
         self._air = after
         seconds, rows = self._seconds(flight.began), len(flight.sequences)
@@ -177,6 +175,12 @@ class Flights:
                 self._ground.end(sequence, reason)
         except Exception as error:  # noqa: BLE001 (the others go on)
             self._ground.fail([sequence], error)
+
+
+def _is_lost(sequence: Sequence) -> bool:
+    """Whether a token that it has taken meanwhile was fed to a state that is no more, or to no state."""
+    state = sequence.state
+    return state is not None and (state.condition != "ready" or not sequence.pending)
 
 
 def _all_can_fly(sequences: list[Sequence], drafts: list[list[int]]) -> bool:

@@ -177,10 +177,16 @@ class Loop:
             self._try_larger_steps()
         except PoolFull as error:
             self._make_room(error)
-        except torch.OutOfMemoryError as error:
-            self._take_smaller_steps(rows, error)
         except Exception as error:  # noqa: BLE001 (whatever it is, its requests are told, and the others go on)
-            self.fail([s for s, _ in rows if not s.handle.done], error)
+            self.hurt([s for s, _ in rows], sum(count for _, count in rows), error)
+
+    def hurt(self, sequences: list[Sequence], tokens: int, error: Exception) -> None:
+        """A step of so many tokens went wrong for these."""
+        alive = [sequence for sequence in sequences if not sequence.handle.done]
+        if isinstance(error, torch.OutOfMemoryError):
+            self._take_smaller_steps(alive, tokens, error)
+        else:
+            self.fail(alive, error)
 
     @property
     def _budget(self) -> int:
@@ -332,20 +338,19 @@ class Loop:
         else:
             self.fail([newest], error)
 
-    def _take_smaller_steps(self, rows: list[tuple[Sequence, int]], error: torch.OutOfMemoryError) -> None:
+    def _take_smaller_steps(self, sequences: list[Sequence], tokens: int, error: torch.OutOfMemoryError) -> None:
         """There was no memory for what a step computes on its way. Who lost a state by that goes on from what the cache
         has of it."""
-        alive, total = [s for s, _ in rows if not s.handle.done], sum(count for _, count in rows)
         if self.runner.pool.device.type == "cuda":
             torch.cuda.empty_cache()
-        if total == 1:  # it is not for the size of steps
+        if tokens == 1:  # it is not for the size of steps
             self._most = self.step_tokens
-            self.fail(alive, error)
+            self.fail(sequences, error)
             return
-        self._most, self._patience = total // 2, 4 * self._patience
+        self._most, self._patience = tokens // 2, 4 * self._patience
         self._tries = self._steps + self._patience
-        log.warning("there is no memory for a step of %d tokens; the next ones have at most %d", total, self._most)
-        for sequence in reversed(alive):
+        log.warning("there is no memory for a step of %d tokens; the next ones have at most %d", tokens, self._most)
+        for sequence in reversed(sequences):
             if not sequence.pending or _state(sequence).condition != "ready":
                 self.drafting.park(sequence)
                 self._take_back(sequence)
