@@ -1,7 +1,9 @@
 """GGUF files made from tiny transformers models: the same logits, the same config, and clear errors for bad files."""
 
+import re
 import struct
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import gguf
@@ -14,13 +16,19 @@ from gguf_files import MODELS, add_config, finish, reference, write
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import check_prompt
+from safetensors.torch import load_file
+from test_mtp import HEADS
+from transformers import AutoModelForCausalLM
 
+from bough.draft.mtp import MTPHead
 from bough.errors import BadWeights, BoughError, ModelError, UnknownArchitecture
 from bough.models.config import ModelConfig
 from bough.models.gguf import GGUFFile
 from bough.models.gguf_header import read_header
 from bough.models.gguf_tokenizer import gguf_tokenizer
 from bough.models.load import load_model
+
+HYBRIDS = ["lfm2-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -30,13 +38,15 @@ def test_parity(name, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_1, Type.Q5_0, Type.F16, Type.BF16], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "lfm2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "gemma3", "lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"]
+)
 def test_parity_quantised(name, kind, tmp_path):
     model = reference(name)
     file = write(model, tmp_path / "tiny.gguf", kind)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "conv" not in parameter_name:
                 parameter.copy_(torch.tensor(dequantize(quantize(parameter.numpy(), kind), kind)))
     check_prompt(model, load_model(file, dtype="float32"))
 
@@ -47,8 +57,10 @@ def test_config(name, tmp_path):
     model = reference(name)
     ours = ModelConfig(GGUFFile(write(model, tmp_path / "tiny.gguf", eos_token_id=3, eot_token_id=5)).config())
     theirs = model.config.to_dict() | {"dtype": "float32", "eos_token_id": [3, 5]}
-    if name == "mistral":
-        theirs["model_type"] = "llama"  # so their files call themselves
+    if name.startswith("qwen3-next"):  # whose files have the inputs of the delta rule as those of its successor
+        theirs["model_type"] = "qwen3_5_moe_text"
+    if not any("mlp.gate_proj" in each or "w1" in each for each in model.state_dict()):  # it has experts alone
+        del theirs["intermediate_size"]
     if name == "lfm2":  # the file has the width that comes out
         theirs["block_auto_adjust_ff_dim"] = False
         theirs["intermediate_size"] = model.model.layers[0].feed_forward.w1.out_features
@@ -62,6 +74,26 @@ def test_config(name, tmp_path):
         assert ours[field] == pytest.approx(theirs[field]), field
     for layer_type, rope in ropes.items() if "full_attention" in ropes else [(None, ropes)]:
         assert {field: ours.rope(layer_type)[field] for field in rope} == pytest.approx(rope)
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5-moe"])
+def test_gates_and_values_of_experts_together(name, tmp_path):
+    model = reference(name)
+    check_prompt(model, load_model(write(model, tmp_path / "tiny.gguf", together=True), dtype="float32"))
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_a_head_that_drafts(family, tmp_path):
+    """It is behind the last layer in these files. Its weights are those of a folder."""
+    folder = HEADS[family](tmp_path / "folder")
+    tensors = {name: each for name, each in load_file(folder / "model.safetensors").items() if name.startswith("mtp.")}
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ours = load_model(write(model, tmp_path / "tiny.gguf", head=tensors), dtype="float32")
+    check_prompt(model, ours)
+    assert ours.extra.keys() == tensors.keys() and MTPHead(ours)
+    for name, expected in tensors.items():
+        assert ours.extra[name].shape == expected.shape
+        assert torch.allclose(ours.extra[name], expected, atol=1e-6), name
 
 
 @pytest.mark.parametrize(
@@ -154,15 +186,37 @@ def damaged(tmp_path_factory) -> Path:
 def test_damaged(whole, damaged, data):
     """Changed bytes in the header are an error of ours or go unnoticed; nothing else comes out."""
     content = bytearray(whole)
-    for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(4, whole.index(b"output_norm.weight")))
-        content[place] = data.draw(st.sampled_from([0, 1, 2, 8, 9, 12, 127, 128, 255]))
+    change(content, data, whole.index(b"output_norm.weight"))
     damaged.write_bytes(content)
     try:
         load_all(damaged)
     except BoughError as error:
         said = str(error)
         assert str(damaged) in said
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@given(data=st.data())
+def test_damaged_hybrids(name, hybrids, data):
+    """The same of what only these have."""
+    path, whole = hybrids[name]
+    content = bytearray(whole)
+    change(content, data, read_header(np.frombuffer(whole, np.uint8), "").data_start)
+    path.write_bytes(content)
+    with suppress(BoughError):
+        load_model(path)
+
+
+def change(content: bytearray, data: st.DataObject, stop: int) -> None:
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(4, stop))] = data.draw(st.sampled_from([0, 1, 2, 8, 9, 12, 127, 128, 255]))
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory) -> dict[str, tuple[Path, bytes]]:
+    folder = tmp_path_factory.mktemp("hybrids")
+    files = {name: write(reference(name), folder / f"{name}.gguf") for name in HYBRIDS}
+    return {name: (path, path.read_bytes()) for name, path in files.items()}
 
 
 @pytest.mark.parametrize("huge", [2**24 + 1, 2**32, 2**62, 2**64 - 1])
@@ -196,6 +250,25 @@ def test_lying_sizes(whole, key, value, tmp_path):
         load_model(path)
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_lying_sizes_of_hybrids(name, hybrids):
+    """Whatever is said of their sizes: an error of ours, or what other weights would have been."""
+    path, whole = hybrids[name]
+    keys = re.findall(rb"(?:lfm2moe|qwen3next|qwen35moe|qwen35)\.[a-z_.]+", whole)
+    refused = 0
+    for key in keys:
+        place = whole.index(key) + len(key)
+        if whole[place : place + 4] != struct.pack("<I", 4):
+            continue
+        for value in (0, 1, 3, 7, 1000, 2**31, 2**32 - 1):
+            path.write_bytes(whole[: place + 4] + struct.pack("<I", value) + whole[place + 8 :])
+            try:
+                load_model(path)
+            except BoughError:
+                refused += 1
+    assert refused > 3 * len(keys) > 20
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -225,7 +298,7 @@ def test_missing(tmp_path):
 @pytest.mark.parametrize("architecture", ["mamba", "clip", "gpt2"])
 def test_unknown_architecture(architecture, tmp_path):
     finish(gguf.GGUFWriter(path := tmp_path / "a.gguf", architecture))
-    with pytest.raises(UnknownArchitecture, match=f"{architecture}.*gemma3, lfm2, llama, qwen3"):
+    with pytest.raises(UnknownArchitecture, match=f"{architecture}.*gemma3, lfm2, lfm2moe, llama, qwen3"):
         load_model(path)
 
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import TikTokenConverter
-from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN3_5
 
 from bough.errors import ModelError
 from bough.models.gguf import GGUFFile
@@ -37,14 +38,15 @@ CUTS = {
     "unheard-of": pre_tokenizers.ByteLevel(add_prefix_space=False),
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]),
     "llama-bpe": byte_level(TikTokenConverter(vocab_file="").pattern),
-    "qwen2": byte_level(PRETOKENIZE_REGEX),
+    "qwen2": byte_level(QWEN2),
+    "qwen35": byte_level(QWEN3_5),
 }
 
 
 def original(pre: str) -> Tokenizer:
     core = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
     core.pre_tokenizer, core.decoder = CUTS[pre], decoders.ByteLevel()
-    if pre == "qwen2":
+    if pre.startswith("qwen"):
         core.normalizer = normalizers.NFC()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
@@ -86,7 +88,7 @@ def pair(request, tmp_path_factory) -> tuple[Tokenizer, Tokenizer]:
 
 
 WORDS = st.sampled_from(
-    ["the", " fox", "didn't", "WE'LL", "12345", " 12", "  ", "\n", "\r\n\n", "日本語", "e\u0301", "🤗"]
+    ["the", " fox", "didn't", "WE'LL", "12345", " 12", "  ", "\n", "\r\n\n", "日本語", "e\u0301", "x\u0301y", "🤗"]
 )
 TEXT = st.lists(WORDS | st.sampled_from([*SPECIAL, "<think>"]) | st.text(max_size=6)).map("".join)
 
@@ -108,6 +110,7 @@ def test_byte_level(pair, text):
         ("lfm2", ["123", "45"]),
         ("smollm", list("12345")),
         ("qwen2", list("12345")),
+        ("qwen35", list("12345")),
         ("tekken", list("12345")),
     ],
 )

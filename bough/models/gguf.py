@@ -5,21 +5,22 @@ gguf_architectures.py knows the models, gguf_tokenizer.py the tokenizers in them
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bough.errors import BadWeights, ModelError, UnknownArchitecture
-from bough.models.gguf_architectures import ARCHITECTURES, FREQUENCIES
+from bough.models.gguf_architectures import ANY, ARCHITECTURES, FREQUENCIES, layers_of
 from bough.models.gguf_header import Entry, Header, Metadata, read_header
 from bough.models.gguf_tokenizer import gguf_tokenizer
 
 __all__ = ["GGUFFile", "gguf_tokenizer"]
 
+AGAIN = "download it again"
 PIECE = 1 << 17  # elements dequantised at once: few enough that the steps in between stay in the processor's cache
 
 
@@ -39,23 +40,26 @@ class GGUFFile:
         self.own = self.metadata.under(f"{name}.")  # the part that describes the model
         self._architecture = ARCHITECTURES[name]
         quants = _quants(self.where)
-        self._stored = {
-            self._architecture.rename(entry.name): _Stored.find(entry, data[header.data_start :], quants, self.where)
-            for entry in header.tensors
-        }
+        layers = layers_of(self.own) if "nextn_predict_layers" in self.own else ANY
+        self._held: dict[str, _Held] = {}
+        for entry in header.tensors:
+            stored = _Stored.find(entry, data[header.data_start :], quants, self.where)
+            self._held |= _named(stored, self._architecture.rename(entry.name, layers))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._stored
+        return name in self._held
 
     def names(self) -> Iterable[str]:
-        return [name for name in self._stored if name != FREQUENCIES]
+        return [name for name in self._held if name != FREQUENCIES]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._architecture.shape(name, self._stored[name].entry.shape)
+        return self._architecture.shape(name, self._held[name].shape)
 
     def read(self, name: str) -> Tensor:
         """The tensor in float32, as the Hugging Face checkpoint has it."""
-        return self._architecture.restore(self, name, self._stored[name].dequantised().view(self.shape(name)))
+        stored = self._held[name].stored
+        values = stored.dequantised().view(stored.entry.shape)
+        return self._architecture.restore(self, name, values).reshape(self.shape(name))
 
     def config(self) -> dict[str, Any]:
         """What config.json would say."""
@@ -63,7 +67,7 @@ class GGUFFile:
 
     def _dtype(self) -> str:
         """What to compute in: the type of the matrices, or for quantised ones bfloat16, finer than their steps."""
-        types = {stored.type.name for stored in self._stored.values()}
+        types = {held.stored.type.name for held in self._held.values()}
         if types <= {"F32"}:
             return "float32"
         return "float16" if types <= {"F32", "F16"} else "bfloat16"
@@ -97,6 +101,12 @@ class _Stored:
             raise BadWeights(f"{where} ends inside {entry.name}; it is cut short or damaged: download it again")
         return _Stored(entry, kind, data[entry.offset : stop], quants, where)
 
+    def parts(self, count: int) -> "list[_Stored]":
+        """What it has of each of so many that follow one another."""
+        first, rows, *others = self.entry.shape
+        entry = replace(self.entry, shape=(first * rows // count, *others))
+        return [replace(self, entry=entry, data=part) for part in np.split(self.data, count)]
+
     def dequantised(self) -> Tensor:
         block, size = self.quants.GGML_QUANT_SIZES[self.type]
         values, blocks = torch.empty(self.entry.elements), PIECE // block
@@ -111,6 +121,26 @@ class _Stored:
                 " take another quantisation of the model"
             ) from None
         return values
+
+
+class _Held(NamedTuple):
+    """What has a name: what is stored, or a part of it of this shape."""
+
+    stored: _Stored
+    shape: tuple[int, ...]
+
+
+def _named(stored: _Stored, names: list[str]) -> dict[str, _Held]:
+    """What a tensor holds, by name: names with {} are of each expert."""
+    shape, several = stored.entry.shape, len(names)
+    if "{}" in names[0]:
+        if len(shape) != 3 or shape[1] % several:
+            raise BadWeights(f"{stored.entry.name} in {stored.where} is {list(shape)}, which no experts have; {AGAIN}")
+        names = [name.format(expert) for expert in range(shape[0]) for name in names]
+        parts = stored.parts(len(names))
+        return {name: _Held(part, part.entry.shape) for name, part in zip(names, parts, strict=True)}
+    rows, *others = shape or (1,)
+    return {name: _Held(stored, (rows // several, *others) if several > 1 else shape) for name in names}
 
 
 def _quants(where: str) -> Any:

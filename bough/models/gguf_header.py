@@ -27,11 +27,11 @@ class Metadata:
     """Keys and values: numbers, strings, lists of strings, arrays of numbers. A value that cannot be is an error."""
 
     def __init__(self, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
-        self._values, self._where, self._prefix = values, where, prefix
+        self._values, self.where, self._prefix = values, where, prefix
 
     def under(self, prefix: str) -> "Metadata":
         """The keys that begin with the prefix, by the rest of their names."""
-        return Metadata(self._values, self._where, self._prefix + prefix)
+        return Metadata(self._values, self.where, self._prefix + prefix)
 
     def __contains__(self, key: str) -> bool:
         return self._prefix + key in self._values
@@ -41,7 +41,7 @@ class Metadata:
 
     def need(self, key: str, kind: type[T]) -> T:
         if key not in self:
-            raise ModelError(f"{self._where} lacks {self._prefix}{key}; take another conversion of the model")
+            raise ModelError(f"{self.where} lacks {self._prefix}{key}; take another conversion of the model")
         value = self._values[self._prefix + key]
         if type(value) is not kind:
             raise self._wrong(key, f"a {type(value).__name__} instead of a {kind.__name__}")
@@ -55,7 +55,7 @@ class Metadata:
         return value
 
     def _wrong(self, key: str, what: str) -> ModelError:
-        return ModelError(f"{self._where} has {what} for {self._prefix}{key}; it is damaged: download it again")
+        return ModelError(f"{self.where} has {what} for {self._prefix}{key}; it is damaged: download it again")
 
 
 @dataclass(frozen=True, slots=True)

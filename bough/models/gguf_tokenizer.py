@@ -34,12 +34,12 @@ class Words(NamedTuple):
     whole: bool = False  # a word that is a token is taken whole, even where merges would not lead to it
 
 
-def _modern(number: str) -> str:
-    """The pattern of Llama 3 and of Qwen, which differ in what they do to digits."""
+def _modern(number: str, letter: str = r"\p{L}") -> str:
+    """The pattern of Llama 3 and of Qwen, which differ in what they do to digits and to marks."""
     return (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?[{letter}]+|"
         + number
-        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        + rf"| ?[^\s{letter}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
 
@@ -56,6 +56,7 @@ WORDS = {
     "lfm2": Words([_modern(r"\p{N}{1,3}")], whole=True),
     "tekken": Words([TEKKEN], whole=True),
     "qwen2": Words([_modern(r"\p{N}")], composed=True),
+    "qwen35": Words([_modern(r"\p{N}", r"\p{L}\p{M}")], composed=True),
 }
 
 
