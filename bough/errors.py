@@ -19,6 +19,9 @@
 The message of each says what to do about it. Bugs of our own are assertions, not these.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class BoughError(Exception):
     """The base of all errors that a user or a caller can do something about."""
@@ -34,6 +37,22 @@ class UnknownArchitecture(ModelError):
 
 class BadWeights(ModelError):
     """Tensors are missing, unexpected, of the wrong shape, or cut short."""
+
+
+@contextmanager
+def expecting_tokenizer(otherwise: str) -> Iterator[None]:
+    """What the tokenizers library raises at a file is a ModelError that begins so.
+
+    It raises nothing more precise than Exception, and where it panics not even that.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"{otherwise} ({error}); download it again") from error
 
 
 class RequestError(BoughError):

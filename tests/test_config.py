@@ -168,8 +168,8 @@ def test_rope_that_lacks_a_parameter(folder):
         rope = {key: value for key, value in LLAMA3.items() if key != name}
         edit_config(folder, rope_parameters={**rope, "rope_type": kind})
         assert f"lack '{name}'" in refusal(folder)
-    edit_config(folder, rope_parameters={"rope_type": "dynamic"})
-    assert "rope type 'dynamic' is not supported" in refusal(folder, UnknownArchitecture)
+    edit_config(folder, rope_parameters={"rope_type": "longrope"})
+    assert "rope type 'longrope' is not supported" in refusal(folder, UnknownArchitecture)
 
 
 # No field of a config.json brings up anything but a ModelError

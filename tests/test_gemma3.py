@@ -10,6 +10,7 @@ from parity import check_family, check_prompt, pool_for, random_tokens, randomis
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForCausalLM, Gemma3ForConditionalGeneration, Gemma3TextConfig
 
+from bough.engine.load import load
 from bough.errors import BadWeights, ModelError, UnknownArchitecture
 from bough.models.load import load_model
 from bough.ops import Mask
@@ -157,6 +158,17 @@ def test_hub_vision_config(tmp_path):
     assert model.vocab_size == 262_208 and model.context == 131_072
     assert model.kinds == [*[WindowKV(4, 256, 256, 6)] * 5, FullKV(4, 256, 256), WindowKV(4, 256, 256, 6)]
     check_prompt(reference, model)
+
+
+@pytest.mark.parametrize("inner", [None, 1])
+def test_end_tokens_beside_the_text_config(inner, tmp_path):
+    """There the hub's configs have the end of a turn too, which the inner default leaves out."""
+    save(vision_model(SMALL), tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = {**config["text_config"], "eos_token_id": inner}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "text_config": text, "eos_token_id": [1, 10]}))
+    assert load(tmp_path).end_tokens == {1, 10}
 
 
 def test_older_text_config(tmp_path):

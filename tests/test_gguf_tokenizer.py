@@ -228,6 +228,7 @@ def test_bos(metadata, expected, tmp_path):
         ({"token_list": ["a"], "tokenizer_model": "t5"}, "'t5'.* gpt2 and llama"),
         ({"token_list": ["a"], "tokenizer_model": "gpt2"}, "lacks tokenizer.ggml.merges"),
         ({"token_list": ["a"], "tokenizer_model": "gpt2", "token_merges": ["a b"]}, "no usable tokenizer"),
+        ({"token_list": ["a"], "tokenizer_model": "gpt2", "token_merges": ["a a"]}, "no usable tokenizer"),  # a panic
         ({"token_list": ["a"], "tokenizer_model": "llama", "token_scores": [0.0, 1.0]}, "2 entries .* for 1 tokens"),
         ({"token_list": ["a"], "tokenizer_model": "llama", "token_types": [1, 1]}, "2 entries .* for 1 tokens"),
         ({"token_list": ["a"], "tokenizer_model": "llama", "bos_token_id": 7}, "no token 7"),

@@ -1,5 +1,7 @@
 """Llama, Mistral and SmolLM2 shapes against transformers."""
 
+import json
+
 import pytest
 import torch
 from parity import check_family, check_prompt, randomise, save
@@ -17,6 +19,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 SHAPES = {
     "grouped": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "smollm": {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True},
@@ -29,6 +32,7 @@ SHAPES = {
     },
     "llama3-rope": {"num_attention_heads": 4, "num_key_value_heads": 4, "rope_parameters": LLAMA3},
     "yarn": {"num_attention_heads": 4, "num_key_value_heads": 1, "rope_parameters": YARN},
+    "dynamic-rope": {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": DYNAMIC},
 }
 
 
@@ -39,12 +43,30 @@ def test_llama(options, tmp_path):
     check_family(reference, tmp_path)
 
 
+def test_an_original_context_beside_the_rope(tmp_path):
+    """The reference prefers it to the one inside."""
+    reference = LlamaForCausalLM(LlamaConfig(**SMALL, num_attention_heads=4, rope_parameters=YARN))
+    randomise(reference)
+    path = save(reference, tmp_path) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "original_max_position_embeddings": 8}))
+    check_prompt(LlamaForCausalLM.from_pretrained(tmp_path).eval(), load_model(tmp_path))
+
+
 @pytest.mark.parametrize("window", [1, 5, 16, 500])
 def test_mistral_window(window, tmp_path):
     config = MistralConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=12, sliding_window=window)
     reference = MistralForCausalLM(config)
     randomise(reference)
     check_family(reference, tmp_path)
+
+
+def test_a_llama_has_no_window(tmp_path):
+    """Mistrals under the name of Llama still have the field, which the reference does not read there."""
+    reference = LlamaForCausalLM(LlamaConfig(**SMALL, num_attention_heads=4, sliding_window=5))
+    randomise(reference)
+    save(reference, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["sliding_window"] == 5
+    check_prompt(reference, load_model(tmp_path))
 
 
 @pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)

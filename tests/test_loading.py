@@ -248,6 +248,15 @@ def test_missing_and_unexpected_tensors_are_all_listed(folder):
         assert name in message
 
 
+def test_frequencies_of_ropes_in_older_files(folder):
+    expected = logits(load_model(folder))
+    places = ["model", "model.layers.0.self_attn", "model.layers.1.self_attn"]
+    edit_weights(folder, lambda ts: ts.update({f"{place}.rotary_emb.inv_freq": torch.ones(2) for place in places}))
+    torch.testing.assert_close(logits(load_model(folder)), expected, rtol=0, atol=0)
+    edit_weights(folder, lambda tensors: tensors.update({"model.rotary_emb": torch.ones(2)}))
+    assert "1 tensors unexpected: model.rotary_emb." in refusal(folder, BadWeights)
+
+
 def test_fewer_and_more_layers_than_the_config_says(folder):
     edit_config(folder, num_hidden_layers=1)
     assert "9 tensors unexpected: model.layers.1.input_layernorm.weight" in refusal(folder, BadWeights)

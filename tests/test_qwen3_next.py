@@ -182,6 +182,14 @@ def test_what_a_config_may_leave_out(tmp_path):
         load_model(tmp_path)
 
 
+def test_heads_whose_size_a_config_leaves_out(tmp_path):
+    """It does not follow from hidden_size, as in other families."""
+    reference = tiny(head_dim=256)
+    path = save(reference, tmp_path) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "head_dim": None}))
+    check_prompt(reference, load_model(tmp_path))
+
+
 def test_a_layer_type_of_another_family(tmp_path):
     path = save(tiny(), tmp_path) / "config.json"
     path.write_text(path.read_text().replace('"full_attention"', '"sliding_attention"'))

@@ -288,6 +288,14 @@ def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(tmp_path) is None
 
 
+def test_a_merge_that_the_library_panics_at(tmp_path: Path) -> None:
+    """It makes what is longer than any token. What is raised is no Exception."""
+    core = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "a"]]}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(core))
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not a usable tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("content", [b'{"model": ', b"[]", b"\xff\xfe", b"[" * 100_000])
 def test_a_broken_file_is_named(name: str, content: bytes, tmp_path: Path) -> None:

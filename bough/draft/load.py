@@ -18,7 +18,7 @@ from bough.draft.assistant import AssistantDrafter
 from bough.draft.model import ModelDrafter
 from bough.draft.mtp import MTPDrafter, MTPHead
 from bough.draft.ngram import NGram
-from bough.errors import ModelError, OptionError
+from bough.errors import ModelError, OptionError, expecting_tokenizer
 from bough.models.config import ModelConfig
 from bough.models.gemma4 import Gemma4
 from bough.models.gemma4_assistant import load_assistant
@@ -173,10 +173,8 @@ def tokens_of(path: Path) -> dict[int, str] | None:
     file = path / "tokenizer.json"
     if not file.exists():
         return None
-    try:
+    with expecting_tokenizer(f"{file} is not a usable tokenizer"):
         ids: dict[str, int] = Tokenizer.from_file(str(file)).get_vocab()
-    except Exception as error:  # the tokenizers library raises nothing more precise
-        raise ModelError(f"{file} is not a usable tokenizer ({error}); download it again") from error
     return {i: token for token, i in ids.items()}
 
 

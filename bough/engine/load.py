@@ -46,7 +46,7 @@ def load(
     suggested = read_json(suggestion) if path.is_dir() and suggestion.exists() else {}
     try:
         ends, sampling = _end_tokens(suggested, model, tokenizer), _sampling(suggested)
-    except (TypeError, ValueError, OptionError) as error:
+    except (TypeError, ValueError, OverflowError, OptionError) as error:  # int() of infinity overflows
         raise ModelError(f"{path}/generation_config.json is wrong ({error}); correct or remove it") from None
     sampling = replace(sampling, **about.sampling(model.context))
     return Loaded(name or path.stem, model, tokenizer, ends, sampling, path, about)

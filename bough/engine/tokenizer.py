@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Core
 
-from bough.errors import ModelError, RequestError
+from bough.errors import ModelError, RequestError, expecting_tokenizer
 
 _USUAL_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -72,10 +72,8 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.exists():
             return None
-        try:
+        with expecting_tokenizer(f"{path} is not a usable tokenizer"):
             core = Core.from_file(str(path))
-        except Exception as error:  # the tokenizers library raises nothing more precise
-            raise ModelError(f"{path} is not a usable tokenizer ({error}); download it again") from error
         config = _read_json(folder / "tokenizer_config.json")
         template = _read_template(folder, config)
         if "added_tokens_decoder" not in config:  # the older form of the same facts

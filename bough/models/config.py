@@ -75,9 +75,10 @@ class ModelConfig(Mapping[str, Any]):
             return self
         outer = {name: self[name] for name in ("tie_word_embeddings", "dtype", "torch_dtype") if name in self}
         text = inner.over(outer)
-        if self.get("tie_word_embeddings"):  # the head belongs to the outer model, whatever the inner config says of it
-            return ModelConfig({**text._fields, "tie_word_embeddings": True}, text.where)
-        return text
+        # The head and what ends a text belong to the outer model, whatever the inner config says of them.
+        own = {"eos_token_id": self["eos_token_id"]} if "eos_token_id" in self else {}
+        own |= {"tie_word_embeddings": True} if self.get("tie_word_embeddings") else {}
+        return ModelConfig({**text._fields, **own}, text.where)
 
     def over(self, defaults: Mapping[str, Any]) -> "ModelConfig":
         """This config, with the defaults for what it leaves out. Fields that contradict each other are an error."""
@@ -147,6 +148,8 @@ class ModelConfig(Mapping[str, Any]):
         for name in ("rope_theta", "partial_rotary_factor"):
             if name not in rope and name in self:
                 rope[name] = self[name]
+        if layer_type is None and "original_max_position_embeddings" in self:  # which outranks what is inside
+            rope["original_max_position_embeddings"] = self.original_max_position_embeddings
         return rope
 
 

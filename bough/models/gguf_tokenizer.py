@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from bough.errors import ModelError
+from bough.errors import ModelError, expecting_tokenizer
 from bough.models.gguf_header import Metadata
 
 if TYPE_CHECKING:
@@ -67,13 +67,9 @@ def gguf_tokenizer(file: "GGUFFile") -> tuple[Tokenizer, dict[str, str], str | N
     perhaps into other tokens than the model was trained on.
     """
     vocabulary = _Vocabulary(file.metadata.under("tokenizer.ggml."), file.where)
-    try:
+    with expecting_tokenizer(f"{file.where} has no usable tokenizer"):
         core, begins = vocabulary.core()
         core.add_tokens(vocabulary.added())
-    except ModelError:
-        raise
-    except Exception as error:  # the tokenizers library raises nothing more precise
-        raise ModelError(f"{file.where} has no usable tokenizer ({error}); download it again") from error
     stated = vocabulary.metadata.get("add_bos_token", bool)
     add_bos = (begins if stated is None else stated) and "bos_token" in vocabulary.special
     return core, vocabulary.special, file.metadata.get("tokenizer.chat_template", str), add_bos

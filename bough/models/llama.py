@@ -22,7 +22,7 @@ class Llama(Layered):
 
     def windows(self) -> list[int | None]:
         """The window of each layer; None where it sees all."""
-        return [self.config.get("sliding_window")] * self.config.num_hidden_layers
+        return [None] * self.config.num_hidden_layers  # though its config may name one, and change nothing
 
     def _norm(self, weights: Weights, name: str, size: int) -> Norm:
         return Norm(weights.tensor(f"{name}.weight", (size,)), self.config.rms_norm_eps, rounded=True)
@@ -53,3 +53,8 @@ class Llama(Layered):
             bias=config.get("mlp_bias", False),
         )
         return Layer(norms[0], attention, norms[1], mlp)
+
+
+class Mistral(Llama):
+    def windows(self) -> list[int | None]:
+        return [self.config.get("sliding_window")] * self.config.num_hidden_layers

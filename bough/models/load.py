@@ -16,7 +16,7 @@ from bough.models.weights import Progress, SafetensorsFolder, Source, Weights
 # model_type of config.json → module and class. A model with other senses is run as the language model in it.
 FAMILIES = {
     "llama": ("llama", "Llama"),
-    "mistral": ("llama", "Llama"),
+    "mistral": ("llama", "Mistral"),
     "qwen3": ("qwen3", "Qwen3"),
     "gemma3": ("gemma3", "Gemma3"),
     "gemma3_text": ("gemma3", "Gemma3"),
@@ -30,6 +30,8 @@ FAMILIES = {
     "qwen3_5_moe": ("qwen3_5", "Qwen35Moe"),
     "qwen3_5_moe_text": ("qwen3_5", "Qwen35Moe"),
 }
+# The frequencies of ropes, which older files have beside each layer (Llama 2's do): they follow from the config.
+COMPUTED = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq$"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -71,7 +73,7 @@ def build_model(
     )
     model = family(config, weights)
     model.weight_bytes, model.parameters = weights.nbytes, weights.count
-    weights.finish(ignore=model.ignored)
+    weights.finish(ignore="|".join(filter(None, (model.ignored, COMPUTED))))
     return model
 
 

@@ -91,6 +91,7 @@ class Qwen3Next(Layered):
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "attention_bias": False,
+        "head_dim": 256,
         "partial_rotary_factor": 0.25,
         "full_attention_interval": 4,
         "linear_conv_kernel_dim": 4,

@@ -33,7 +33,8 @@ def inverse_frequencies(head_dim: int, rope: Mapping[str, Any], context: int) ->
         return frequencies / rope.get("factor", 1.0), 1.0
     frequencies = _plain(theta, rotated)
     match kind:
-        case "default" | "mrope":  # for text alone the rows of mrope are all the same
+        # For text alone the rows of mrope are all the same. What is dynamic is what comes after the context.
+        case "default" | "mrope" | "dynamic":
             return frequencies, 1.0
         case "linear":
             return frequencies / _required(rope, "factor"), 1.0
@@ -44,7 +45,7 @@ def inverse_frequencies(head_dim: int, rope: Mapping[str, Any], context: int) ->
         case "yarn":
             return _yarn(frequencies, theta, rotated, rope, context)
     raise UnknownArchitecture(
-        f"rope type {kind!r} is not supported; Bough knows default, linear, llama3, yarn, proportional"
+        f"rope type {kind!r} is not supported; Bough knows default, linear, dynamic, llama3, yarn, proportional"
     )
 
 
