@@ -31,7 +31,7 @@ from bough.draft.ngram import NGram
 from bough.engine import drafting as drafting_module
 from bough.engine.load import Loaded, load
 from bough.engine.request import Output
-from bough.engine.sampler import RowSampling, TokenCounts, draw
+from bough.engine.sampler import Biases, RowSampling, TokenCounts, draw
 from bough.models.gemma4_assistant import load_assistant
 from bough.state.live import State
 
@@ -263,7 +263,7 @@ def is_tie(family: str, params: SamplingParams, prompt: Sequence[int], written: 
     if counts is not None:
         counts.add(written)
     assert params.seed is not None or params.temperature == 0
-    row = RowSampling(params, params.seed or 0, len(written), counts)
+    row = RowSampling(params, params.seed or 0, len(written), counts, Biases.wanted_by(params, "cpu"))
     noise = TIE * torch.randn(64, VOCABULARY, generator=torch.Generator().manual_seed(0))
     return len(draw(logits + noise, [row] * 64)[0].unique()) > 1
 

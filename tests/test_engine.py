@@ -11,6 +11,7 @@ import torch
 
 from bough import CacheConfig, Engine, SamplingParams
 from bough.engine import garbage
+from bough.engine.budget import Budget
 from bough.engine.request import Handle, Request, TokenIds
 from bough.errors import (
     BadPrompt,
@@ -84,7 +85,7 @@ def test_many_at_once_with_small_steps(hybrid_folder):
         loaded_bytes = roomy.layout.slab_bytes
     cache = CacheConfig(device_bytes=26 * loaded_bytes, page_tokens=8)
     with Engine.load(hybrid_folder, dtype="float32", cache=cache, max_running=4) as tight:
-        tight._loop.step_tokens = 16
+        tight._loop.budget = Budget(16)
         outs = tight.generate(prompts, GREEDY)
         tight.check()
     assert [out.tokens for out in outs] == expected
@@ -424,7 +425,13 @@ def test_closing_twice_and_using_after_closing(llama_folder):
 
 @pytest.mark.parametrize(
     "wrong",
-    ['{"do_sample": true, "temperature": "hot"}', '{"eos_token_id": ["x"]}', '{"do_sample": true, "top_p": 7}', "[]"],
+    [
+        '{"do_sample": true, "temperature": "hot"}',
+        '{"eos_token_id": ["x"]}',
+        '{"eos_token_id": Infinity}',
+        '{"do_sample": true, "top_p": 7}',
+        "[]",
+    ],
 )
 def test_a_wrong_generation_config_is_a_clear_error(llama_folder, tmp_path, wrong):
     for file in llama_folder.iterdir():
@@ -568,7 +575,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(llama_folder, tmp_path):
 
 
 def test_prefilled_grows_to_the_prompt(engine, monkeypatch):
-    monkeypatch.setattr(engine._loop, "step_tokens", 32)
+    monkeypatch.setattr(engine._loop, "budget", Budget(32))
     submitted, seen = threading.Event(), []
     forward = type(engine._runner).forward
 

@@ -18,7 +18,7 @@ from speculation import USED, VOCABULARY, WITH_HEAD, Fixed, Right, Written, _sav
 
 from bough import CacheConfig, Engine, SamplingParams
 from bough.draft.mtp import MTPDrafter, MTPHead
-from bough.engine import flight
+from bough.engine import budget, flight
 from bough.engine.load import Loaded, load
 from bough.engine.sequence import Sequence
 
@@ -168,7 +168,8 @@ def test_a_fault_while_tokens_are_read_ends_one_request_alone(monkeypatch):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_no_memory_for_what_is_launched_ahead(family, late, monkeypatch):
-    """Before or after the states have the tokens."""
+    """Before or after the states have the tokens. It is tried again soon."""
+    monkeypatch.setattr(budget, "PATIENCE", 2)
     prompts, calls, refused = [random_tokens(VOCABULARY, 5 + 9 * at, seed=at) for at in range(3)], count(), []
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     with engine(family, ahead=False) as plain:
@@ -177,7 +178,7 @@ def test_no_memory_for_what_is_launched_ahead(family, late, monkeypatch):
         forward = made._runner.forward
 
         def short(*given, **options):
-            refuses = options.get("given") is not None and next(calls) % 5 == 2
+            refuses = options.get("given") is not None and next(calls) % 3 == 1
             found = forward(*given, **options) if late or not refuses else None
             if refuses:
                 refused.append(given)
@@ -187,7 +188,7 @@ def test_no_memory_for_what_is_launched_ahead(family, late, monkeypatch):
         monkeypatch.setattr(made._runner, "forward", short)
         assert [out.tokens for out in made.generate(prompts, params)] == expected
         made.check()
-    assert len(refused) > 2
+    assert refused
 
 
 def test_the_last_token_of_a_prompt_is_read_by_a_plain_step():

@@ -246,7 +246,7 @@ def test_a_mask_is_logits_of_minus_infinity(temperature, penalty, filters):
     packed[:, :size] = allowed
     packed = (packed.view(rows, 38, 8) << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
     counts = TokenCounts.wanted_by(params, [1, 2, 3], size, "cpu")
-    masked = [RowSampling(params, 5, r, counts, (), packed[r] if r != 2 else None) for r in range(rows)]
+    masked = [RowSampling(params, 5, r, counts, allowed=packed[r] if r != 2 else None) for r in range(rows)]
     free = [replace(row, allowed=None) for row in masked]
     before = logits.clone()
     ids, scores = draw(logits, masked)
@@ -266,7 +266,7 @@ def test_a_mask_is_logits_of_minus_infinity(temperature, penalty, filters):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_masks_are_sent_to_the_gpu_without_waiting_for_it():
     logits, allowed = torch.randn(64, 150_001), torch.randint(0, 256, (64, 18_752), dtype=torch.uint8)
-    rows = [RowSampling(SamplingParams(temperature=r % 2), 5, r, None, (), allowed[r]) for r in range(64)]
+    rows = [RowSampling(SamplingParams(temperature=r % 2), 5, r, allowed=allowed[r]) for r in range(64)]
     on_device = logits.cuda()
     draw(on_device, rows)
     torch.cuda.set_sync_debug_mode("error")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from bough import CacheConfig, Engine, SamplingParams
-from bough.engine import loop
+from bough.engine import budget, loop
+from bough.engine.budget import Budget
 from bough.errors import RequestError
 from bough.state import capacity
 
@@ -49,7 +50,7 @@ def test_scores_are_not_doubled_by_starting_over(folder):
     with Engine.load(folder, dtype="float32") as engine:
         alone = engine.score(tokens)
     with tight(folder, 2.0) as engine:
-        engine._loop.step_tokens = 16
+        engine._loop.budget = Budget(16)
         handles = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]
         assert engine.score(tokens) == pytest.approx(alone, abs=1e-4)
         for handle in handles:
@@ -100,7 +101,7 @@ class Short:
 @pytest.mark.parametrize("most", [1, 3, 17])
 def test_steps_become_as_small_as_there_is_memory_for(folder, expected, most, late, monkeypatch):
     """Prompts and writers, in the place of those that lost their states: the answers are the same."""
-    monkeypatch.setattr(loop, "PATIENCE", 4)
+    monkeypatch.setattr(budget, "PATIENCE", 4)
     with Engine.load(folder, dtype="float32", max_running=6) as engine:
         short = engine._runner.model = Short(engine.model, most, late=late)
         assert [out.tokens for out in engine.generate(PROMPTS, GREEDY)] == expected

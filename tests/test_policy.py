@@ -9,7 +9,7 @@ import pytest
 from bough.cache.duel import Duel, Ghost
 from bough.cache.policy import Index, Move, Stake, recency, value
 from bough.cache.reuse import Kind, Use
-from bough.cache.tree import Node, Tier, Tree
+from bough.cache.tree import Node, Tier, Tree, as_symbols
 
 
 class Held:
@@ -58,7 +58,7 @@ class Cache:
             for each in node.path():
                 if each.copies[Tier.DEVICE] is None or (each is node and not each.resumes):
                     self.tree.put(each, Tier.DEVICE, Held(each is node or not self.point))
-        use = self.index.used(self.tree.match(b"", symbols).nodes, now, self.tree.match(b"", symbols).nodes[-1].symbols)
+        use = self.index.used(self.tree.match(b"", symbols).nodes, now, as_symbols(symbols))
         self.index.finished(use, 10)
         self.hits += known
         while self.held() > self.budget:

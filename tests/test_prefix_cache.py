@@ -12,7 +12,7 @@ from bough.cache.tree import Tier
 EVERY = list(FAMILIES)
 POINTS = [family for family in EVERY if family not in ("llama", "qwen3")]  # those that cannot resume anywhere
 WINDOWS = {"mistral": 7, "gemma3": 6, "gemma4": 6}
-SLOTS = ["lfm2", "qwen3_next", "qwen3_5"]
+SLOTS = ["lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"]
 
 
 @pytest.fixture(params=EVERY)

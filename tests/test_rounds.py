@@ -219,7 +219,7 @@ def test_no_memory_for_what_is_launched_on_guesses(late, monkeypatch):
             raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(Ahead, "begin", short)
-    monkeypatch.setattr("bough.engine.loop.PATIENCE", 1)
+    monkeypatch.setattr("bough.engine.budget.PATIENCE", 1)
     with in_flight("lfm2", right, monkeypatch) as (made, followed):
         for _ in range(20):  # until that is tried again
             if any(each is not None for each in followed):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bough.config import SamplingParams
 from bough.engine import sampler
-from bough.engine.sampler import RowSampling, TokenCounts, gumbel, resolve_seed, sample
+from bough.engine.sampler import Biases, RowSampling, TokenCounts, gumbel, resolve_seed, sample
 from bough.errors import BadLogits, BoughError
 
 MASK = 0xFFFFFFFF
@@ -20,7 +20,12 @@ GREEDY = SamplingParams(temperature=0)
 
 
 def row(index: int = 0, seed: int = 1, counts: TokenCounts | None = None, drafted=(), **options: Any) -> RowSampling:
-    return RowSampling(SamplingParams(**options), seed, index, counts, drafted)
+    return row_of(SamplingParams(**options), index, seed, counts, drafted)
+
+
+def row_of(params: SamplingParams, index: int, seed: int, counts: TokenCounts | None = None, drafted=(), **other: Any):
+    device = "cpu" if counts is None else counts.written.device
+    return RowSampling(params, seed, index, counts, Biases.wanted_by(params, device), drafted, **other)
 
 
 def drawn(logits: list[float] | Tensor, draws: int, seed: int = 1, **options: Any) -> Tensor:
@@ -263,7 +268,7 @@ def test_penalties_equal_the_oracle(
         return
     counts.add(written)
     # Verifying a draft: position j also counts the first j drafted tokens.
-    rows = [RowSampling(params, 1, len(written) + j, counts, draft[:j]) for j in range(len(draft) + 1)]
+    rows = [row_of(params, len(written) + j, 1, counts, draft[:j]) for j in range(len(draft) + 1)]
     found = sampler._penalise(torch.tensor([logits] * len(rows)), rows)
     wanted = torch.tensor([oracle_penalised(logits, prompt, written + draft[:j], params) for j in range(len(rows))])
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
@@ -281,7 +286,7 @@ def test_biases_are_added_before_all_else(dtype: torch.dtype, options: dict[str,
     def row(index: int, bias: dict[int, float]) -> RowSampling:
         params = SamplingParams(**{"temperature": 1.0, **options}, logit_bias=bias)
         counts = TokenCounts.wanted_by(params, [3, 7], 40, "cpu")
-        return RowSampling(params, 8, index, counts, allowed=allowed if index % 2 else None)
+        return row_of(params, index, 8, counts, allowed=allowed if index % 2 else None)
 
     found = sample(logits, [row(index, biases if index else {}) for index in range(6)])
     moved = logits.to(torch.float32, copy=True)

@@ -116,6 +116,7 @@ def test_the_cache_can_be_looked_into(live):
         (b"{", 400, "not valid JSON"),
         (b"\xff\xfe", 400, "not valid JSON"),
         (b'{"prompt": NaN}', 400, "NaN"),
+        (b'{"prompt": "x", "user": 1e999}', 400, "1e999"),
         (b"[" * 9000, 400, "JSON"),
         (b"[]", 400, "must be an object"),
         (b'{"prompt": "\\ud800"}', 400, "surrogate"),

@@ -214,10 +214,10 @@ def test_what_a_prompt_costs_is_not_what_a_draft_costs():
         learn, learnt = made._loop.drafting.learn, []
         rounds, advance = [], made._loop._advance
 
-        def step(rows) -> None:
+        def step(rows, computed) -> None:
             reading = any(count > 1 for _, count in rows)
             before = len(learnt)
-            advance(rows)
+            advance(rows, computed)
             rounds.append((reading, len(rows), len(learnt) - before))
 
         def told(*args) -> None:

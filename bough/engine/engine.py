@@ -24,7 +24,7 @@ from bough.engine.measure import Fit, reserve
 from bough.engine.memory import pools
 from bough.engine.request import Handle, Output, Piece, Request, TokenIds
 from bough.engine.runner import Runner
-from bough.engine.sampler import TokenCounts, resolve_seed
+from bough.engine.sampler import Biases, TokenCounts, resolve_seed
 from bough.engine.sequence import Sequence as Running
 from bough.errors import BadPrompt, EmptyPrompt, OptionError, PoolFull, PromptTooLong, RequestError, TokenOutOfRange
 from bough.models.weights import Progress
@@ -267,6 +267,7 @@ class Engine:
                 end_tokens=self.end_tokens,
                 tokenizer=self.tokenizer,
                 counts=counts,
+                biases=Biases.wanted_by(request.params, self.model.device),
                 matcher=self._grammars.begin(request.params),
             )
         )

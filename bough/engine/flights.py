@@ -5,10 +5,12 @@ its sequences are fed next. One is in the air at a time; when it lands, the next
 """
 
 import time
+from collections.abc import Mapping
 from typing import Protocol
 
 from bough.draft import Draft
 from bough.engine import rounds
+from bough.engine.budget import Budget
 from bough.engine.drafting import Drafting
 from bough.engine.flight import Flight, can_fly, launch
 from bough.engine.rounds import Round
@@ -22,10 +24,12 @@ from bough.state.transaction import commit
 class Ground(Protocol):
     """What flights need of the loop."""
 
+    budget: Budget
+
     def fence(self) -> None: ...  # before a launch
     def end(self, sequence: Sequence, reason: str) -> None: ...
     def fail(self, sequences: list[Sequence], error: Exception) -> None: ...
-    def hurt(self, sequences: list[Sequence], tokens: int, error: Exception) -> None: ...  # by a step of so many
+    def hurt(self, before: Mapping[Sequence, int], tokens: int, error: Exception) -> None: ...  # by a step of so many
 
 
 class Flights:
@@ -76,7 +80,8 @@ class Flights:
     def _land(self, flight: Flight) -> None:
         failure, going_on = None, flight.going_on()
         others = [flight.sequences[row] for row in going_on]
-        if others and set(self._running) <= set(flight.sequences) and self._can_fly(others):
+        alone = set(self._running) <= set(flight.sequences)
+        if others and alone and not self._ground.budget.is_short and self._can_fly(others):
             chosen = flight.drawn.ids if len(others) == len(flight.sequences) else flight.drawn.ids[going_on]
             try:
                 self._ground.fence()
@@ -96,7 +101,8 @@ class Flights:
                 self.drafting.learn(sequence, 0, 0, seconds, len(flight.sequences))
                 self._take(sequence, Verdict([(sampled.tokens[row], sampled.logprobs[row])]), bad=row in sampled.bad)
         if failure is not None:
-            self._ground.hurt([each for each in others if _is_lost(each)], 2 * len(others), failure)
+            lost = {each: each.computed for each in others if each.has_lost_its_state}
+            self._ground.hurt(lost, 2 * len(others), failure)
 
     # Draft rounds.
 
@@ -116,7 +122,8 @@ class Flights:
                 commit([(flight.opened[row], 0 if row in bad else kept[row]) for row in alive])
         except Exception as error:  # noqa: BLE001 (as in a step)
             self.runner.lose()
-            self._ground.hurt(flight.sequences, 2 * sum(map(len, flight.fed)), error)
+            lost = {each: each.computed for each in flight.sequences}
+            self._ground.hurt(lost, 2 * sum(map(len, flight.fed)), error)
             return
         self._air = after
         seconds, rows = self._seconds(flight.began), len(flight.sequences)
@@ -148,6 +155,8 @@ class Flights:
         began, sequences = time.perf_counter(), flight.sequences
         if any(each.handle.done for each in sequences) or not set(self._running) <= set(sequences):
             return None
+        if self._ground.budget.is_short:
+            return None
         under_way = list(zip(sequences, flight.drafts, strict=True))
         if not self.drafting.is_sure(under_way) or not self.runner.may_go_on():
             return None
@@ -171,16 +180,11 @@ class Flights:
         try:
             if bad:
                 raise BadLogits([0])
-            if reason := sequence.take(verdict.tokens)[1]:
-                self._ground.end(sequence, reason)
+            sequence.take(verdict.tokens)
+            if sequence.reason:
+                self._ground.end(sequence, sequence.reason)
         except Exception as error:  # noqa: BLE001 (the others go on)
             self._ground.fail([sequence], error)
-
-
-def _is_lost(sequence: Sequence) -> bool:
-    """Whether a token that it has taken meanwhile was fed to a state that is no more, or to no state."""
-    state = sequence.state
-    return state is not None and (state.condition != "ready" or not sequence.pending)
 
 
 def _all_can_fly(sequences: list[Sequence], drafts: list[list[int]]) -> bool:

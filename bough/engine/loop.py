@@ -9,8 +9,9 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from bough.cache.prefix_cache import PrefixCache
 from bough.draft import Draft
 from bough.engine import garbage
+from bough.engine.budget import Budget
 from bough.engine.drafting import DEEPEST, Drafting
 from bough.engine.flights import Flights
 from bough.engine.request import Handle
@@ -33,8 +35,6 @@ from bough.state.transaction import Transaction, commit
 
 log = logging.getLogger("bough")
 Result = TypeVar("Result")
-BESIDE_WRITERS = 2048  # tokens of a step that others wait for
-PATIENCE = 256  # steps before twice as many tokens are tried where there was no memory for them, at first
 HANDOVER = 1e-4  # seconds in which whoever waits for a first token gets the interpreter, before we tidy up
 PACE = 0.02  # seconds between looks at a disk that is being written to, when there is nothing else to do
 
@@ -46,9 +46,8 @@ class Loop:
         self, runner: Runner, cache: PrefixCache, drafting: Drafting, *, max_running: int, step_tokens: int
     ) -> None:
         self.runner, self.cache, self.drafting = runner, cache, drafting
-        self.max_running, self.step_tokens = max_running, step_tokens
-        self._most = step_tokens  # that there was memory for, of late
-        self._patience, self._tries = PATIENCE, 0  # steps before more are tried, and the step at which that is
+        self.max_running, self.budget = max_running, Budget(step_tokens)
+        self._fed = 0  # tokens of the step that is under way
         self._inbox: queue.SimpleQueue[Sequence | Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting = Waiting(runner, cache, drafting)
         self._running: list[Sequence] = []
@@ -108,7 +107,8 @@ class Loop:
             while self._receive():
                 self.cache.tiers.settle()
                 self._drop_unwanted()
-                self._waiting.start(self._running, self.max_running)
+                for sequence, error in self._waiting.start(self._running, self.max_running):
+                    self.fail([sequence], error)
                 self._step()
                 self._tidy()
             for sequence in [*self._running, *self._waiting]:
@@ -170,32 +170,45 @@ class Loop:
         if self.flights:
             self.flights.land()
             return
-        rows = plan(self._running, self._budget, self._steps)
+        writes = any(sequence.pending == 1 for sequence in self._running)
+        rows = plan(self._running, self.budget.tokens(beside_writers=writes), self._steps)
+        before = {sequence: sequence.computed for sequence, _ in rows}
+        self._fed = sum(count for _, count in rows)
         try:
-            self._advance(rows)
-            self._short_of_memory = False
-            self._try_larger_steps()
-        except PoolFull as error:
-            self._make_room(error)
+            try:
+                self._advance(rows, before)
+                self._short_of_memory = False
+                if rows:
+                    self.budget.went_well()
+            except PoolFull as error:
+                self._make_room(error)
         except Exception as error:  # noqa: BLE001 (whatever it is, its requests are told, and the others go on)
-            self.hurt([s for s, _ in rows], sum(count for _, count in rows), error)
+            self.hurt(before, self._fed, error)
 
-    def hurt(self, sequences: list[Sequence], tokens: int, error: Exception) -> None:
-        """A step of so many tokens went wrong for these."""
-        alive = [sequence for sequence in sequences if not sequence.handle.done]
-        if isinstance(error, torch.OutOfMemoryError):
-            self._take_smaller_steps(alive, tokens, error)
-        else:
-            self.fail(alive, error)
+    def hurt(self, before: Mapping[Sequence, int], tokens: int, error: Exception) -> None:
+        """A step of so many tokens went wrong for these, which had computed so many before it.
 
-    @property
-    def _budget(self) -> int:
-        """How many tokens the next step may have: few enough that those who write do not wait for long."""
-        waits = any(sequence.pending == 1 for sequence in self._running)
-        most = min(self._most, self.step_tokens)
-        return min(most, BESIDE_WRITERS) if waits else most
+        Where it was for want of memory, who has lost a state by that goes on from what the cache has of it.
+        """
+        alive = [sequence for sequence in before if not sequence.handle.done]
+        for sequence in alive:
+            if sequence.reason:  # it has all its tokens
+                self.drafting.park(sequence)
+                self._forget(sequence)
+                sequence.finish(sequence.reason)
+        others = [sequence for sequence in alive if not sequence.reason]
+        if not isinstance(error, torch.OutOfMemoryError) or not self.budget.failed(tokens):
+            self.fail(others, error)
+            return
+        if self.runner.pool.device.type == "cuda":
+            torch.cuda.empty_cache()
+        for sequence in reversed(others):
+            if sequence.computed != before[sequence] or sequence.has_lost_its_state:
+                self.drafting.park(sequence)
+                self._take_back(sequence)
+                self._waiting.put_first(sequence)
 
-    def _advance(self, rows: list[tuple[Sequence, int]]) -> None:
+    def _advance(self, rows: list[tuple[Sequence, int]], before: Mapping[Sequence, int]) -> None:
         if not rows:
             return
         began, sequences = time.perf_counter(), [sequence for sequence, _ in rows]
@@ -204,27 +217,27 @@ class Loop:
         alone = len(writing) == len(rows)
         if alone and self.flights.take_off(writing):
             return
-        cramped = self._most < min(self.step_tokens, len(rows) * (1 + DEEPEST))
-        drafts = {} if self._short_of_memory or cramped else self.drafting.drafts(writing, len(rows))
+        roomy = self.budget.has_room_for(len(rows) * (1 + DEEPEST)) and not self._short_of_memory
+        drafts = self.drafting.drafts(writing, len(rows)) if roomy else {}
         if alone and drafts and self.flights.take_off_with(writing, drafts, began):
             return
-        before = [s.computed for s in sequences]
+        self._fed += sum(map(len, drafts.values()))
         hidden, logits, opened = self._forward(rows, choosing, drafts)
-        ended = {s: "length" for s in sequences if not s.pending and not s.wants_token}
-        accepted = self._choose(choosing, logits, drafts, opened, ended)
+        accepted = self._choose(choosing, logits, drafts, opened)
         seconds, start = time.perf_counter() - began, 0
         if any(sequence.use is None for sequence in choosing):
             time.sleep(HANDOVER)
-        for (s, count), known in zip(rows, before, strict=True):
+        for s, count in rows:
             if not s.handle.done:
-                self._read(s, known, None if hidden is None else hidden[start : start + s.computed - known])
+                self._read(s, before[s], None if hidden is None else hidden[start : start + s.computed - before[s]])
             start += count + len(drafts.get(s, ()))
         for sequence in writing if alone else ():  # a prompt in between is no round's cost
             if sequence in accepted:
                 drafted = len(drafts.get(sequence, ()))
                 self.drafting.learn(sequence, drafted, accepted[sequence], seconds, len(rows))
-        for sequence, reason in ended.items():
-            self.end(sequence, reason)
+        for sequence in sequences:
+            if not sequence.handle.done and (reason := sequence.reason or _has_read(sequence)):
+                self.end(sequence, reason)
 
     def fence(self) -> None:
         """What is computed next waits for copies that are under way."""
@@ -271,7 +284,6 @@ class Loop:
         logits: Tensor,
         drafts: dict[Sequence, Draft],
         opened: dict[Sequence, Transaction],
-        ended: dict[Sequence, str],
     ) -> dict[Sequence, int]:
         """Let each sequence take its next tokens: those of its draft that it would have chosen itself, and one more.
 
@@ -283,12 +295,10 @@ class Loop:
         try:
             verdicts = verify(logits, [(s, drafts.get(s, ())) for s in sequences])
         except BadLogits as error:
-            return self._choose_others(error, rows, logits, drafts, opened, ended)
+            return self._choose_others(error, rows, logits, drafts, opened)
         accepted, committed = {}, []
         for sequence, verdict in zip(sequences, verdicts, strict=True):
-            kept, reason = sequence.take(verdict.tokens)
-            if reason:
-                ended[sequence] = reason
+            kept = sequence.take(verdict.tokens)
             if sequence in opened:
                 committed.append((opened[sequence], kept))
                 sequence.usage.drafted_tokens += len(drafts[sequence])
@@ -304,7 +314,6 @@ class Loop:
         logits: Tensor,
         drafts: dict[Sequence, Draft],
         opened: dict[Sequence, Transaction],
-        ended: dict[Sequence, str],
     ) -> dict[Sequence, int]:
         """Some logits are not numbers: their sequences fail, or try again without a draft if they had one."""
         owners = [sequence for sequence, count in rows.items() for _ in range(count)]
@@ -314,7 +323,7 @@ class Loop:
             self.drafting.park(sequence)
         self.fail([sequence for sequence in bad if sequence not in opened], error)
         kept = [row for row, owner in enumerate(owners) if owner not in bad]
-        return self._choose([s for s in rows if s not in bad], logits[kept], drafts, opened, ended)
+        return self._choose([s for s in rows if s not in bad], logits[kept], drafts, opened)
 
     def _make_room(self, error: PoolFull) -> None:
         """Memory ran out: the cache gives some up, those that wait give up what they have found there, or the newest
@@ -338,30 +347,6 @@ class Loop:
         else:
             self.fail([newest], error)
 
-    def _take_smaller_steps(self, sequences: list[Sequence], tokens: int, error: torch.OutOfMemoryError) -> None:
-        """There was no memory for what a step computes on its way. Who lost a state by that goes on from what the cache
-        has of it."""
-        if self.runner.pool.device.type == "cuda":
-            torch.cuda.empty_cache()
-        if tokens == 1:  # it is not for the size of steps
-            self._most = self.step_tokens
-            self.fail(sequences, error)
-            return
-        self._most, self._patience = tokens // 2, 4 * self._patience
-        self._tries = self._steps + self._patience
-        log.warning("there is no memory for a step of %d tokens; the next ones have at most %d", tokens, self._most)
-        for sequence in reversed(sequences):
-            if not sequence.pending or _state(sequence).condition != "ready":
-                self.drafting.park(sequence)
-                self._take_back(sequence)
-                self._waiting.put_first(sequence)
-
-    def _try_larger_steps(self) -> None:
-        """What took the memory may be gone. Whoever lost a state by it gets further before that is tried once more."""
-        if self._most < self.step_tokens and self._steps >= self._tries:
-            self._most, self._patience = 2 * self._most, max(PATIENCE, self._patience // 2)
-            self._tries = self._steps + self._patience
-
     def _take_back(self, sequence: Sequence) -> None:
         """It gives its state back, to begin anew."""
         self._running.remove(sequence)
@@ -375,7 +360,8 @@ class Loop:
             if sequence.state.transaction is not None:  # a round that nobody will read
                 sequence.state.transaction.commit(0)
             if sequence.state.condition == "ready":
-                self.cache.admit(sequence.state, sequence.symbols, sequence.salt, ended=True)
+                with suppress(torch.OutOfMemoryError):  # to settle it takes some; without it less is kept
+                    self.cache.admit(sequence.state, sequence.symbols, sequence.salt, ended=True)
             if sequence.use is not None:
                 self.cache.finished(sequence.use, sequence.symbols, len(sequence.written), sequence.salt)
         self._forget(sequence)
@@ -394,6 +380,11 @@ class Loop:
             self._waiting.has_room()
         else:
             self._waiting.remove(sequence)
+
+
+def _has_read(sequence: Sequence) -> str | None:
+    """Why it ends, if all that it wanted was to be read."""
+    return None if sequence.pending or sequence.wants_token else "length"
 
 
 def _nothing() -> None:

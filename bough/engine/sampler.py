@@ -74,6 +74,18 @@ class TokenCounts:
         return twin
 
 
+class Biases:
+    """What a request adds to the logits of tokens, each of which is there once: on the device, for all its rows."""
+
+    def __init__(self, biases: Mapping[int, float], device: torch.device | str) -> None:
+        self.tokens = torch.tensor(list(biases)).to(device, non_blocking=True)
+        self.values = torch.tensor(list(biases.values()), dtype=torch.float32).to(device, non_blocking=True)
+
+    @classmethod
+    def wanted_by(cls, params: SamplingParams, device: torch.device | str) -> "Biases | None":
+        return cls(dict(params.logit_bias), device) if params.logit_bias else None
+
+
 @dataclass(frozen=True, slots=True)
 class RowSampling:
     """How to choose the token of one row of logits.
@@ -86,11 +98,13 @@ class RowSampling:
     seed: int  # params.seed, or a fresh one: see resolve_seed
     index: int  # i: how many tokens of the request were written before this one
     counts: TokenCounts | None = None  # present exactly if params has a penalty
+    biases: Biases | None = None  # present exactly if params has some
     drafted: Sequence[int] = ()
     allowed: Tensor | None = None  # uint8, on the host: token t is bit t % 8 of byte t // 8. None: all
 
     def __post_init__(self) -> None:
         assert (self.counts is not None) == _penalises(self.params), "counts go with penalties"
+        assert (self.biases is not None) == bool(self.params.logit_bias), "biases go with what asks for them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,14 +208,14 @@ def draw(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:
     """The token of each row and the score it won with (not finite: bad logits), both [R] and on the device."""
     assert len(logits) == len(rows), f"{len(logits)} rows of logits, {len(rows)} rows to sample"
     masked = {r: row.allowed for r, row in enumerate(rows) if row.allowed is not None}
-    biased = [(r, row.params.logit_bias) for r, row in enumerate(rows) if row.params.logit_bias]
+    biased = {r: row.biases for r, row in enumerate(rows) if row.biases is not None}
     penalised = [r for r, row in enumerate(rows) if row.counts is not None]
     if masked or biased or penalised:
         logits = logits.to(torch.float32, copy=True)  # the caller's stay as they are
     if masked:
         _mask_(logits, masked)
     if biased:
-        _bias_(logits, [(r, *each) for r, biases in biased for each in dict(biases).items()])
+        _bias_(logits, biased)
     for piece in _pieces(penalised, logits.shape[1]):
         which = _send(piece, torch.int64, logits.device)
         logits.index_copy_(0, which, _penalise(logits[which], [rows[r] for r in piece]))
@@ -314,10 +328,12 @@ def _mask_(logits: Tensor, allowed: Mapping[int, Tensor]) -> None:
         at += len(piece)
 
 
-def _bias_(logits: Tensor, biases: Sequence[tuple[int, int, float]]) -> None:
-    """Add to the logits of rows and tokens, each of which is there once."""
-    places = _send([(row, token) for row, token, _ in biases], torch.int64, logits.device).unbind(1)
-    logits[places] += _send([bias for _, _, bias in biases], torch.float32, logits.device)
+def _bias_(logits: Tensor, biased: Mapping[int, Biases]) -> None:
+    """Add the biases of these rows."""
+    counts = [len(each.tokens) for each in biased.values()]
+    rows, many = _send(list(zip(biased, counts, strict=True)), torch.int64, logits.device).unbind(1)
+    tokens, values = (torch.cat([getattr(each, name) for each in biased.values()]) for name in ("tokens", "values"))
+    logits[torch.repeat_interleave(rows, many, output_size=sum(counts)), tokens] += values
 
 
 def _penalise(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:

@@ -10,7 +10,7 @@ from bough.cache.reuse import Use
 from bough.cache.tree import Symbols, as_symbols
 from bough.engine.grammar import Matcher
 from bough.engine.request import Handle, Output, Piece, Usage
-from bough.engine.sampler import Logprobs, RowSampling, TokenCounts
+from bough.engine.sampler import Biases, Logprobs, RowSampling, TokenCounts
 from bough.engine.text import StopStrings
 from bough.engine.tokenizer import Detokenizer, Tokenizer
 from bough.errors import RequestError
@@ -28,6 +28,7 @@ class Sequence:
         end_tokens: frozenset[int],
         tokenizer: Tokenizer | None,
         counts: TokenCounts | None,
+        biases: Biases | None = None,
         matcher: Matcher | None = None,
     ) -> None:
         self.handle, self.request = handle, handle.request
@@ -43,8 +44,9 @@ class Sequence:
         self.tokens = list(self.request.prompt)
         self.limit = min(context, len(self.tokens) + self.request.params.max_tokens)
         self.end_tokens = frozenset() if self.request.params.ignore_eos else end_tokens
-        self.counts = counts
+        self.counts, self.biases = counts, biases
         self.matcher = matcher
+        self.reason: str | None = None  # why it ended, once it has its last token
         self.failure: RequestError | None = None  # why it could not be ended well
         self.detokenizer = Detokenizer(tokenizer, self.request.prompt) if tokenizer else None
         self.stops = StopStrings(self.request.params.stop) if self.request.params.stop else None
@@ -61,6 +63,11 @@ class Sequence:
     def pending(self) -> int:
         """How many tokens have to be fed before the next one can be chosen."""
         return len(self.tokens) - self.computed
+
+    @property
+    def has_lost_its_state(self) -> bool:
+        """Whether what it knows was fed to a state that is no more, or was to be."""
+        return self.state is not None and (self.state.condition != "ready" or not self.pending)
 
     @property
     def wants_token(self) -> bool:
@@ -96,13 +103,13 @@ class Sequence:
     def sampling_at(self, depth: int, drafted: Tokens[int] = (), allowed: Tensor | None = None) -> RowSampling:
         """How the token after so many more is chosen, if these are what was drafted, and this is what may follow."""
         index = len(self.tokens) - len(self.request.prompt) + depth
-        return RowSampling(self.request.params, self.request.seed, index, self.counts, drafted, allowed)
+        return RowSampling(self.request.params, self.request.seed, index, self.counts, self.biases, drafted, allowed)
 
-    def append(self, token: int, logprobs: Logprobs | None, *, drafted: bool = False) -> str | None:
-        """Take the next token; returns why the request ends with it, or None."""
+    def append(self, token: int, logprobs: Logprobs | None, *, drafted: bool = False) -> None:
+        """Take the next token, which may be the last."""
         if self.matcher is not None and not self.matcher.take(token):
-            self.failure = RequestError(self.matcher.problem)
-            return "failed"
+            self.failure, self.reason = RequestError(self.matcher.problem), "failed"
+            return
         self.tokens.append(token)
         if self.counts is not None:
             self.counts.add([token])
@@ -112,25 +119,24 @@ class Sequence:
         stopped = False
         if self.stops:
             text, stopped = self.stops.push(text)
-        reason = None
         if stopped or token in self.end_tokens or (self.matcher is not None and self.matcher.complete):
-            reason = "stop"
+            self.reason = "stop"
         elif len(self.tokens) >= self.limit:
-            reason = "length"
-        if reason and not stopped:
+            self.reason = "length"
+        if self.reason and not stopped:
             text += self._rest()
             if self.stops and self.stops.stopped:
-                reason = "stop"
+                self.reason = "stop"
         self.text.append(text)
         self.handle.put(Piece(text, [token], [logprobs] if logprobs else [], drafted))
-        return reason
 
-    def take(self, tokens: Tokens[tuple[int, Logprobs | None]]) -> tuple[int, str | None]:
-        """Take the next tokens, of which all but the last were drafted. Returns how many, and why the request ends."""
+    def take(self, tokens: Tokens[tuple[int, Logprobs | None]]) -> int:
+        """Take the next tokens, of which all but the last were drafted, up to one that ends it. Returns how many."""
         for count, (token, logprobs) in enumerate(tokens, 1):
-            if reason := self.append(token, logprobs, drafted=count < len(tokens)):
-                return count, reason
-        return len(tokens), None
+            self.append(token, logprobs, drafted=count < len(tokens))
+            if self.reason:
+                return count
+        return len(tokens)
 
     def _rest(self) -> str:
         """Text that was held back, now that nothing follows."""

@@ -62,16 +62,17 @@ def read_json(text: str) -> Any:
         raise Malformed(str(error)) from None
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+def no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
 
 
-def _finite(number: str) -> float:
+def finite(number: str) -> float:
+    """Of what is written as a number, but too large to be one."""
     value = float(number)
-    return value if math.isfinite(value) else _refuse(number)
+    return value if math.isfinite(value) else no_constant(number)
 
 
-JSON = json.JSONDecoder(strict=False, parse_constant=_refuse, parse_float=_finite)
+JSON = json.JSONDecoder(strict=False, parse_constant=no_constant, parse_float=finite)
 
 
 def _bare(text: str) -> Any:

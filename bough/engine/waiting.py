@@ -71,19 +71,27 @@ class Waiting:
             self.cache.release(sequence.match)
             sequence.match = None
 
-    def start(self, running: list[Sequence], most: int) -> None:
+    def start(self, running: list[Sequence], most: int) -> list[tuple[Sequence, Exception]]:
         """Move sequences to those that run. One that had to give its memory back waits until another has ended.
 
-        Those that wait for a disk, or for another's prefill of what they begin with, let others pass.
+        Those that wait for a disk, or for another's prefill of what they begin with, let others pass. Returns those
+        that cannot start, and why.
         """
+        failed = list[tuple[Sequence, Exception]]()
         for sequence in self._in_order(most - len(running)):
             if len(running) == most or (sequence in self._preempted and running):
-                return
-            if self._is_resumable(sequence, running):
+                break
+            try:
+                resumable = self._is_resumable(sequence, running)
+            except Exception as error:  # noqa: BLE001 (it is told, and others start)
+                failed.append((sequence, error))
+                continue
+            if resumable:
                 for other in itertools.islice(self._queue, self._queue.index(sequence)):
                     other.passed += 1
                 self.remove(sequence)
                 running.append(sequence)
+        return failed
 
     def _in_order(self, room: int) -> list[Sequence]:
         """As they came, unless they compete for room to run."""

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from bough.engine.engine import Engine
+from bough.engine.tool_formats import finite, no_constant
 from bough.server import anthropic, ollama, openai, operations
 from bough.server.api import Api, Call, ClientGone, Endpoint, Json
 from bough.server.errors import ApiError, as_api_error, not_found
@@ -92,14 +93,10 @@ async def _body(request: Request, service: Service) -> Any:
             raise ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
         parts.append(part)
     try:
-        return json.loads(b"".join(parts), parse_constant=_no_constant)
+        return json.loads(b"".join(parts), parse_constant=no_constant, parse_float=finite)
     except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ApiError(400, f"the body is not valid JSON: {reason}") from None
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _numbers(query: dict[str, str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ The server keeps no responses, so each request brings the whole conversation. It
 on where that reply ended. What cannot be honoured is refused; unknown names are ignored.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -207,9 +208,9 @@ def tools(body: Mapping[str, Any]) -> Tools:
                 name = full_name(each["name"], space)
                 told.append(_function(each, name))
                 places |= {name: (space, each["name"])} if space else {}
-    names = [tool["function"]["name"] for tool in told]
-    if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
-        raise Invalid("tools", "tools with a name of their own each", twice)
+    for name, many in Counter(tool["function"]["name"] for tool in told).items():
+        if many > 1:
+            raise Invalid("tools", "tools with a name of their own each", name)
     return _chosen(body, told, places)
 
 
@@ -234,10 +235,10 @@ def _chosen(body: Mapping[str, Any], told: list[dict[str, Any]], places: Mapping
 
 
 def _named(told: list[dict[str, Any]], wanted: Sequence[Mapping[str, Any]], path: str) -> list[dict[str, Any]]:
-    names = [each.get("name") for each in wanted]
+    names = {each.get("name") for each in wanted}
     found = [tool for tool in told if tool["function"]["name"] in names]
     if not found:
-        raise Invalid(path, "the name of one of the tools", names[0])
+        raise Invalid(path, "the name of one of the tools", wanted[0].get("name"))
     return found
 
 
