@@ -43,10 +43,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def engines_that_leave_that_frozen():
-    """An engine collects garbage when it is opened; and when it is closed, all that is frozen would be looked through
-    by the next one: most of the time of a test that opens several. test_engine.py tests what they do."""
+    """An engine looks for garbage when it is opened, through all that tests before have left, and when it is closed,
+    all that is frozen would be looked through by the next one: most of the time of a test that opens several. Here they
+    look through what is young. test_engine.py tests what they do."""
     with pytest.MonkeyPatch.context() as patch:
-        collecting = SimpleNamespace(**{name: getattr(gc, name) for name in ("collect", "isenabled")})
+        collecting = SimpleNamespace(isenabled=gc.isenabled, collect=lambda: gc.collect(1))
         collecting.freeze = collecting.unfreeze = lambda: None
         patch.setattr("bough.engine.garbage.gc", collecting)
         yield
