@@ -241,7 +241,9 @@ def add_config(writer: gguf.GGUFWriter, config, layers: int | None = None) -> No
         writer.add_head_count_kv([config.num_key_value_heads * each for each in attends])
         writer.add_shortconv_l_cache(config.conv_L_cache)
     else:
-        writer.add_head_count_kv(config.num_key_value_heads)
+        listed = config.model_type == "qwen3_5_moe_text"  # as some converters do it
+        attends = [each == "full_attention" for each in config.layer_types] if listed else []
+        writer.add_head_count_kv([config.num_key_value_heads * each for each in attends] or config.num_key_value_heads)
         writer.add_key_length(config.head_dim)
     if hasattr(config, "linear_num_key_heads"):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)

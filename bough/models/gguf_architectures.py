@@ -216,7 +216,7 @@ def _qwen3_5(file: "GGUFFile") -> dict[str, Any]:
     heads = own.size("ssm.time_step_rank")
     return config | {
         "model_type": "qwen3_5_text",
-        "num_key_value_heads": own.size("attention.head_count_kv"),
+        "num_key_value_heads": max(own.sizes("attention.head_count_kv"), default=0),
         "layer_types": ["full_attention" if each else "linear_attention" for each in attends],
         "hidden_act": "silu",
         "attention_bias": any(name.endswith(".self_attn.q_proj.bias") for name in file.names()),

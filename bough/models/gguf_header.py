@@ -54,6 +54,11 @@ class Metadata:
             raise self._wrong(key, str(value))
         return value
 
+    def sizes(self, key: str) -> list[int]:
+        """The same of each layer, or one number for all that have it."""
+        listed = type(self._values.get(self._prefix + key)) is np.ndarray
+        return self.need(key, np.ndarray).tolist() if listed else [self.size(key)]
+
     def _wrong(self, key: str, what: str) -> ModelError:
         return ModelError(f"{self.where} has {what} for {self._prefix}{key}; it is damaged: download it again")
 
