@@ -17,6 +17,7 @@ from bough.ops import Pages, Rows, Slots, causal_conv, write_pages
 from bough.state.kinds import FullKV, PageKind, Recurrent, ShortConv, WindowKV
 from bough.state.layout import ALIGN, FIELD_ALIGN, Layout
 from bough.state.pool import Pool
+from bough.state.store import Run
 
 SIZE = st.integers(1, 70)
 FEW = st.integers(1, 5)
@@ -252,6 +253,35 @@ def test_a_slab_serves_another_unit_once_it_is_empty():
                 pool.take([99 * (i == other) for i in range(len(pool.stores))])
         store.release(lent)
         pool.check()
+
+
+def test_what_went_back_is_lent_in_the_order_it_lies_in():
+    """Whole pages and slots, in whatever order they went back: pages from the front, slots from the back."""
+    layout = Layout.of([FullKV(1, 64, 64), Recurrent(8, 2, 2, 16, 16)], page_tokens=4, dtype=torch.float32)
+    pool = filled(layout, 20)
+    pages, slots = pool.stores
+    most = 6 * pages.unit.per_slab
+    first = pool.take([most, 3])
+    for each in torch.randperm(most, generator=torch.Generator().manual_seed(0)).tolist():
+        pages.release(first[0][each : each + 1])
+    slots.release(first[1])
+    pool.check()
+    assert pool._free_slabs == sorted(pool._free_slabs)
+    again = pool.take([most, 3])
+    own = pages.scratch // pages.unit.per_slab
+    rest = again[0][again[0] // pages.unit.per_slab != own]  # of slabs that were empty
+    assert (np.diff(rest) == 1).all() and set(again[0].tolist()) == set(first[0].tolist())
+    assert again[1].min() * slots.unit.stride > again[0].max() * pages.unit.stride
+    pages.release(again[0])
+    assert pool.take([most, 0])[0].tolist() == sorted(again[0].tolist()), "a run that went back is a run again"
+
+
+@given(st.lists(st.integers(0, 9), unique=True))
+def test_a_run_knows_its_pages_however_they_lie(ids):
+    run = Run(2, np.array(ids, np.int64))
+    numbers = np.arange(10)
+    assert numbers[run.entries].tolist() == ids
+    assert isinstance(run.entries, slice) == (ids == list(range(ids[0], ids[0] + len(ids))) if ids else True)
 
 
 def test_check_finds_what_is_wrong():

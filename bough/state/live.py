@@ -237,7 +237,7 @@ class State:
     def _hold(self, length: int, runs: dict[int, Run], slot: int | None, known: int | None = None) -> None:
         """Refer to these pages and this slot."""
         for index, run in runs.items():
-            self.pool.stores[index].share(run.ids)
+            self.pool.stores[index].share(run.entries)
         if slot is not None:
             self.pool.share_slot(slot)
         self.owes = None

@@ -3,6 +3,7 @@
 A store knows nothing of who refers to its entries; the pool (pool.py) does.
 """
 
+from bisect import insort
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,11 +18,21 @@ Ids = NDArray[np.int64]
 class Run:
     """Consecutive pages of a sequence: `ids[j]` is its page number `first + j`. None of it is changed."""
 
-    __slots__ = ("end", "first", "ids", "last")
+    __slots__ = ("_entries", "end", "first", "ids", "last")
 
     def __init__(self, first: int, ids: Ids) -> None:
         self.first, self.ids, self.end = first, ids, first + len(ids)
         self.last: int = ids.item(-1) if len(ids) else -1  # which every step asks for
+        self._entries: slice | Ids | None = None
+
+    @property
+    def entries(self) -> "slice | Ids":
+        """Its pages as an index. Those of a long prompt mostly follow each other, and a slice takes half the time."""
+        if self._entries is None:
+            start, count = self.ids.item(0) if len(self.ids) else 0, len(self.ids)
+            in_a_row = self.last == start + count - 1 and bool((np.diff(self.ids) == 1).all())
+            self._entries = slice(start, start + count) if in_a_row else self.ids
+        return self._entries
 
     def part(self, first: int, end: int) -> "Run":
         """Those of its pages that are numbered [first, end)."""
@@ -49,7 +60,7 @@ class Store:
         self.used = 0  # entries
         self.slabs = 0  # those this unit owns
         self._unused: dict[int, list[int]] = {}  # by slab that is partly used: its other entries
-        self._free_slabs = free_slabs  # shared by all stores
+        self._free_slabs = free_slabs  # in order, shared by all stores: pages take the first, slots the last
         self.scratch = int(self.take(1)[0])
 
     def _part(self, field: Field) -> torch.Tensor:
@@ -69,7 +80,7 @@ class Store:
         taken: list[int] = []
         while len(taken) < count:
             if not self._unused:
-                slab = self._free_slabs.pop()
+                slab = self._free_slabs.pop(0 if self.unit.is_page else -1)
                 first = slab * self.unit.per_slab
                 self._unused[slab] = list(range(first + self.unit.per_slab - 1, first - 1, -1))
                 self.slabs += 1
@@ -85,12 +96,10 @@ class Store:
         self.used += count
         return ids
 
-    def share(self, ids: Ids) -> None:
+    def share(self, ids: Ids | slice) -> None:
         """Add one reference to each."""
-        if not len(ids):
-            return
         refs = self.refs[ids]
-        assert np.count_nonzero(refs) == len(ids), "an entry is shared that nobody holds"
+        assert np.count_nonzero(refs) == len(refs), "an entry is shared that nobody holds"
         self.refs[ids] = refs + 1
 
     def release(self, ids: Ids) -> None:
@@ -100,7 +109,7 @@ class Store:
         left = self.refs[ids] - 1
         assert not np.count_nonzero(left < 0), "an entry is released more often than it was lent"
         self.refs[ids] = left
-        gone = ids[left == 0].tolist()
+        gone = ids[left == 0][::-1].tolist()  # so that they are lent again in the order they were in
         self.used -= len(gone)
         for entry in gone:
             slab = entry // self.unit.per_slab
@@ -108,7 +117,7 @@ class Store:
             unused.append(entry)
             if len(unused) == self.unit.per_slab:
                 del self._unused[slab]
-                self._free_slabs.append(slab)
+                insort(self._free_slabs, slab)
                 self.slabs -= 1
 
     def copy(self, source: Ids, target: Ids) -> None:
@@ -146,7 +155,7 @@ class Store:
             where[moving] = there
             self.used -= len(moving)
             self.slabs -= 1
-            self._free_slabs.append(slab)
+            insort(self._free_slabs, slab)
         return where
 
     def check(self, held: NDArray[np.int32]) -> set[int]:
