@@ -77,6 +77,29 @@ def test_a_name_is_replaced_in_one_step(llama, tmp_path):
     check(store)
 
 
+def test_what_goes_while_it_is_listed_is_not_there(monkeypatch):
+    monkeypatch.setattr(Store, "_names", lambda store: [MADE])
+    assert Store().all() == [] and Store().find(MADE) is None
+
+
+def test_a_tag_may_be_added_while_another_goes(llama, tmp_path, monkeypatch):
+    make("FROM ./llama", tmp_path)
+    store, replace = Store(), os.replace
+    store.copy(MADE, Name.parse("other:one"))
+    removal = threading.Thread(target=store.remove, args=[Name.parse("other:one")])
+
+    def meanwhile(*paths) -> None:
+        removal.start()
+        removal.join(0.2)  # it has to wait for this, or else it is done by then
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    store.copy(MADE, Name.parse("other:two"))
+    removal.join()
+    assert [str(each.name) for each in store.all()] == ["made", "other:two"]
+    check(store)
+
+
 def test_damage_is_found_and_mended(llama, tmp_path):
     stored = make("FROM ./llama", tmp_path)
     weights = stored.folder / "model.safetensors"

@@ -4,7 +4,7 @@
     trees/<digest>/                        a model: an ordinary model folder, whose files are links to blobs
     manifests/<namespace>/<name>/<tag>     the tree that a name stands for, and the digests of its files
     tmp/                                   jobs under way, and ones that were broken off
-    lock                                   held for moments: by many who add, or by the one who collects
+    lock                                   held for moments: by many who add, or by one who removes or collects
 
 A name stands for a whole model at every moment: its manifest is replaced in one step, when everything that it names is
 on disk. Files that nothing names are collected when a name goes; journals of jobs name things too.
@@ -98,10 +98,23 @@ class Store:
     # What there is.
 
     def all(self) -> list[Stored]:
-        return [self._read(name) for name in self._names()]
+        return [stored for name in self._names() if (stored := self.find(name)) is not None]
 
     def find(self, name: Name) -> Stored | None:
-        return self._read(name) if self.has(name) else None
+        path = self._manifest(name)
+        try:
+            told = json.loads(path.read_bytes())
+            files = {str(file): Entry(str(digest), int(size)) for file, (digest, size) in told["files"].items()}
+            tree, created = str(told["tree"]), float(told["created"])
+            if told["version"] != VERSION or tree != tree_digest(files):
+                raise ValueError("its digest is another")
+        except FileNotFoundError:  # or it has gone since it was listed
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(
+                f"the entry of {name} in the store is damaged ({path}: {error}); remove it with: bough rm {name}"
+            ) from None
+        return Stored(name, tree, files, created, self._trees / tree)
 
     def has(self, name: Name) -> bool:
         """Whether the name stands for something, though it may be damaged."""
@@ -114,25 +127,12 @@ class Store:
         return found
 
     def _names(self) -> list[Name]:
-        found = self._manifests.glob("*/*/*") if self._manifests.is_dir() else []
-        return sorted(Name(*path.relative_to(self._manifests).parts) for path in found if path.is_file())
+        walked = os.walk(self._manifests)  # folders that go meanwhile are as good as empty to it
+        found = [Path(folder, file).relative_to(self._manifests).parts for folder, _, files in walked for file in files]
+        return sorted(Name(*parts) for parts in found if len(parts) == 3)
 
     def _manifest(self, name: Name) -> Path:
         return self._manifests / name.namespace / name.model / name.tag
-
-    def _read(self, name: Name) -> Stored:
-        path = self._manifest(name)
-        try:
-            told = json.loads(path.read_bytes())
-            files = {str(file): Entry(str(digest), int(size)) for file, (digest, size) in told["files"].items()}
-            tree, created = str(told["tree"]), float(told["created"])
-            if told["version"] != VERSION or tree != tree_digest(files):
-                raise ValueError("its digest is another")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(
-                f"the entry of {name} in the store is damaged ({path}: {error}); remove it with: bough rm {name}"
-            ) from None
-        return Stored(name, tree, files, created, self._trees / tree)
 
     # What changes it.
 
@@ -190,7 +190,7 @@ class Store:
 
     def remove(self, name: Name) -> None:
         """Let a name stand for nothing, and forget what was broken off on the way to it."""
-        with self._adding():
+        with self._locked(fcntl.LOCK_EX):  # who adds is not to find the folder of a manifest gone
             path = self._manifest(name)
             begun = [self._forget(f"{what} {name.full}") for what in ("create", "pull")]
             if not path.is_file() and not any(begun):
