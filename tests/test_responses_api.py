@@ -14,6 +14,7 @@ from serving import Live, held, serving, until
 from bough import CacheConfig, Engine, SamplingParams
 from bough.engine.template import ChatTemplate
 from bough.server.openai_requests import template_id
+from bough.server.responses_requests import TOOL
 
 FOX = "the quick brown fox"
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
@@ -26,6 +27,7 @@ MORE_SCRIPTS = {
     "<|both|>": ["<think>\nhm", "\nso\n</think>", "\n\nI look", *script.SCRIPTS["<|calls|>"][1:]],
     "<|twice|>": ["I do both.\n<tool_call>\n", '{"name": "light", "arguments": {"on": true}}\n</tool_call>\n',
                   "<tool_call>", *script.SCRIPTS["<|calls|>"][3:]],
+    "<|empty|>": ["<think>\n\n", "</think>", "\n\nat", " once", script.END],
 }  # fmt: skip
 # Replies are rendered as the model wrote them, with the token before them that chose the script.
 TEMPLATE = (
@@ -43,6 +45,7 @@ TEMPLATE = (
     "{% elif tools and 'think' in messages[-1].content %}<|both|>"
     "{% elif tools and 'twice' in messages[-1].content %}<|twice|>{% elif tools %}<|calls|>"
     "{% elif enable_thinking or reasoning_effort == 'high' %}<|thinks|>"
+    "{% elif reasoning_effort == 'low' %}<|empty|>"
     "{% elif 'endless' in messages[-1].content %}<|endless|>{% else %}<|plain|>{% endif %}{% endif %}"
 )
 
@@ -288,6 +291,9 @@ def test_other_tools_are_left_out(scripted, told):
     assert [tool.type for tool in answer.tools] == ["function"] and answer.output[-1].name == "weather"
     assert answer.usage.input_tokens == ask(scripted, told, tools=[WEATHER]).usage.input_tokens
     refused(lambda: ask(scripted, told, tools=others), "tools[0].type", "'web_search'")
+    jsonschema = pytest.importorskip("jsonschema_rs")  # which schemathesis brings
+    described = jsonschema.validator_for(TOOL.schema())
+    assert all(map(described.is_valid, [*others, WEATHER, SERVER])) and not described.is_valid({"type": "function"})
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -382,6 +388,10 @@ SUMMED = {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text"
             [user("a"), assistant("b"), assistant("c", thinking="hm"), assistant("d"), user("e")],
         ),
         ({"input": [user("a"), SUMMED, said("b"), user("c")]}, [user("a"), assistant("b", thinking="hm"), user("c")]),
+        (  # one thought after another is one
+            {"input": [user("a"), thought_item("hm"), thought_item("so"), said("b"), user("c")]},
+            [user("a"), assistant("b", thinking="hm\nso"), user("c")],
+        ),
         (  # what another server has encrypted
             {"input": [user("a"), thought_item("", content=None, encrypted_content="x"), said("b"), user("c")]},
             [user("a"), assistant("b"), user("c")],
@@ -470,12 +480,12 @@ def test_json_objects(live, client):
     assert answer.output_text.lstrip().startswith("{")
 
 
-@pytest.mark.parametrize("thinking", [False, True])
-def test_logprobs(scripted, told, thinking):
-    """Of the tokens of the text alone."""
-    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    asked |= {"reasoning": {"effort": "high"}} if thinking else {}
+@pytest.mark.parametrize(("effort", "thinking"), [("none", 0), ("low", 2), ("high", 4)])
+def test_logprobs(scripted, told, effort, thinking):
+    """Of the tokens of the text alone; thinking may be empty."""
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "reasoning": {"effort": effort}}
     whole = ask(scripted, told, **asked)
+    assert whole.usage.output_tokens_details.reasoning_tokens == thinking
     listed = whole.output[-1].content[0].logprobs
     text = "".join(each.token for each in listed)
     assert text.strip() == whole.output_text != "" and whole.top_logprobs == 2

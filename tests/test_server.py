@@ -1,5 +1,6 @@
 """The server around the APIs: who may ask, limits, operations, and its document, which a fuzzer is let loose on."""
 
+import asyncio
 import io
 import json
 import logging
@@ -130,6 +131,26 @@ def test_the_cache_can_be_looked_into(live):
 def test_limits_say_why(live, body, status, said):
     answer = live.client.post("/v1/completions", content=body)
     assert answer.status_code == status and said in answer.json()["error"]["message"]
+
+
+def test_too_many_are_refused_before_any_is_read(live, monkeypatch):
+    read = []
+    monkeypatch.setattr(live.service, "checked", read.append)
+    answer = live.client.post("/v1/completions", json=asking(prompt=["the fox", "the bear"], n=4, seed=1))
+    assert answer.status_code == 400 and "8 answers" in answer.json()["error"]["message"] and read == []
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_continuations_with_many_biases_keep_nobody_waiting(live, monkeypatch, path):
+    def choices(params, n):
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        return [params] * n
+
+    monkeypatch.setattr("bough.server.openai_requests.choices", choices)
+    asked = asking(n=2, logit_bias={"5": 1}, messages=[{"role": "user", "content": "x"}])
+    answer = live.client.post(path, json=asked)
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 2
 
 
 def test_a_body_without_a_length_is_limited_too(live):

@@ -86,6 +86,7 @@ class Splitter:
         self._held = ""  # text that is not certain yet
         self._space = ""  # white space that is left out if a call or a mark follows
         self._fresh = True  # nothing but white space and thinking has come
+        self.thinks = thinking and dialect.thinking is not None  # whether it is at its thinking, or was
         self._after_mark = thinking  # white space here is left out
         self._mark = ""  # what began the call that is being read
         self._searched = 0  # how much of it holds no closing mark that would end it
@@ -118,7 +119,7 @@ class Splitter:
         self._say(Said, self._held[: found.at], False)
         self._held = self._held[found.at + len(found.mark) :]
         if self._thinking and found.mark == self._thinking[0]:
-            self._state, self._space, self._after_mark = self._thought, "", True
+            self._state, self._space, self._after_mark, self.thinks = self._thought, "", True, True
         else:
             self._state, self._mark, self._searched = self._call, found.mark, 0
         return True
@@ -224,6 +225,11 @@ class Reader:
         # Text without the marks is of no use where these are special tokens: then it is made anew.
         self._text = Detokenizer(tokenizer, prompt, skip_special=False) if marks else None
         self._stops = StopStrings(stop)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the reply begins with thinking. Where that is empty no part tells of it, but tokens stand for it."""
+        return self._splitter.thinks
 
     def push(self, piece: Piece) -> list[Part]:
         text = piece.text

@@ -115,7 +115,7 @@ class Service:
 
     async def start(self, wanted: Sequence[tuple[Prompt, SamplingParams]]) -> "Generation":
         """Start on prompts, all of them or none."""
-        self._require_room(len(wanted))
+        self.require_room(len(wanted))
         self._starting += len(wanted)
         try:
             handles = await asyncio.to_thread(self._submit, wanted)  # a grammar may take a while to read
@@ -135,7 +135,8 @@ class Service:
             raise
         return handles
 
-    def _require_room(self, count: int) -> None:
+    def require_room(self, count: int) -> None:
+        """Refuse a request for more continuations than can wait now, or ever."""
         if self.closing:
             raise ApiError(503, "the server is shutting down; try another", kind="server_error", code="closing")
         most = self.engine.max_running + self.settings.queue

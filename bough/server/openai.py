@@ -2,6 +2,7 @@
 which responses.py answers.
 """
 
+import asyncio
 import json
 import secrets
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from bough.config import SamplingParams
 from bough.engine.request import Output, Piece, Usage
 from bough.engine.sampler import Logprobs
 from bough.engine.tool_formats import ToolCall
@@ -35,7 +37,8 @@ async def chat(call: Call) -> Response:
     tools, forced, several = asked.chat_tools(body), asked.forced_tools(body), asked.several_calls(body)
     prompt = await service.chat_prompt(asked.chat_messages(body), tools, asked.template_options(body))
     params = replies.constrained(params, service, prompt, forced, several=several)
-    generation = await service.start([(prompt, each) for each in asked.choices(params, body.get("n", 1))])
+    choices = await _choices(call, params)
+    generation = await service.start([(prompt, each) for each in choices])
     readers = [replies.reader(service, prompt, params, tools, several=several) for _ in generation.handles]
     return await _answer(call, ChatAnswer(call, generation, readers))
 
@@ -44,9 +47,17 @@ async def complete(call: Call) -> Response:
     body, service = call.body, call.service
     service.require_model(body.get("model"))
     params = asked.completion_sampling(body, service.engine.defaults, call.salt(body.get("cache_salt")))
-    prompts = [await service.plain_prompt(prompt) for prompt in asked.completion_prompts(body)]
-    wanted = [(prompt, each) for prompt in prompts for each in asked.choices(params, body.get("n", 1))]
+    given = asked.completion_prompts(body)
+    service.require_room(len(given) * body.get("n", 1))  # before any work on them: there may be very many
+    prompts = [await service.plain_prompt(prompt) for prompt in given]
+    choices = await _choices(call, params)
+    wanted = [(prompt, each) for prompt in prompts for each in choices]
     return await _answer(call, CompletionAnswer(call, await service.start(wanted)))
+
+
+async def _choices(call: Call, params: SamplingParams) -> list[SamplingParams]:
+    """The sampling of each continuation. It takes a while where there are many, with very many biases."""
+    return await asyncio.to_thread(asked.choices, params, call.body.get("n", 1))
 
 
 async def models(call: Call) -> Response:

@@ -190,8 +190,7 @@ class Answer:
 
     def _thinking(self, tokens: Sequence[int]) -> int:
         """How many of the tokens are of the thinking."""
-        thought = any(item["type"] == "reasoning" for item in self.output)
-        return replies.thinking_tokens(self.call.service, tokens) if thought else 0
+        return replies.thinking_tokens(self.call.service, tokens) if self.read.thinks else 0
 
     def _more_logprobs(self) -> list[dict[str, Any]]:
         """The logprobs of the tokens of the text that have come since; the message that is open has them too then."""

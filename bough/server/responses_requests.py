@@ -37,7 +37,10 @@ class Typed:
         return head
 
     def schema(self) -> JsonSchema:
-        return {"anyOf": [self._with_type(kind, record) for kind, record in self.shapes.items()]}
+        known = [self._with_type(kind, record) for kind, record in self.shapes.items()]
+        other = {"type": "string", "minLength": 1, "not": {"enum": list(self.shapes)}}
+        rest: JsonSchema = {"type": "object", "properties": {"type": other}, "required": ["type"]}
+        return {"anyOf": [*known, rest] if self.others else known}
 
     def _with_type(self, kind: str, record: Record) -> JsonSchema:
         needed = record.needed if kind == self.usual else ("type", *record.needed)
@@ -274,7 +277,7 @@ def messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             called[item["call_id"]] = full_name(item["name"], item.get("namespace"))
     if not turns:
         raise Invalid("input", "a list that is not empty")
-    return chat.chat_messages({"messages": [{**turn, "content": "\n".join(turn["content"])} for turn in turns]})
+    return chat.chat_messages({"messages": [_joined(turn) for turn in turns]})
 
 
 def _ask(turns: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
@@ -300,11 +303,16 @@ def _reply(turns: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
     if item["type"] == "message":
         turn["content"] += _texts(item["content"])
     elif item["type"] == "reasoning":
-        turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), thought)))
+        turn.setdefault("reasoning_content", []).append(thought)
     else:
         function = {"name": full_name(item["name"], item.get("namespace")), "arguments": item.get("arguments", "")}
         call = {"type": "function", "id": item["call_id"], "function": function}
         turn.setdefault("tool_calls", []).append(call)
+
+
+def _joined(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A turn with its texts in one, once all of them are there."""
+    return {**turn, **{name: "\n".join(turn[name]) for name in ("content", "reasoning_content") if name in turn}}
 
 
 def _texts(content: str | Sequence[Mapping[str, Any]]) -> Iterator[str]:
