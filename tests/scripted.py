@@ -63,8 +63,9 @@ def scripted_folder(folder: Path) -> Path:
             follows |= dict(pairwise(tokens))
         for token, after in follows.items():
             model.lm_head.weight[after, token] = 1.0
-        # Where it may not say anything before its call, it calls at once; other than its script it writes, of what it
-        # may, the token with the lowest id.
-        model.lm_head.weight[core.token_to_id("<tool_call>"), core.token_to_id("<|calls|>")] = 0.5
+        # Where it may not say anything before its call, it calls at once, and an answer begins where its format does;
+        # other than its script it writes, of what it may, the token with the lowest id.
+        for instead, mark in (("<tool_call>", "<|calls|>"), ("{", "<|answers|>")):
+            model.lm_head.weight[core.token_to_id(instead), core.token_to_id(mark)] = 0.5
     model.save_pretrained(folder)
     return folder

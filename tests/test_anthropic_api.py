@@ -344,15 +344,19 @@ def test_models_are_listed(live, client):
     assert ask(live, client)._request_id.startswith("req-")
 
 
-def test_json_schemas(live, client):
+def test_json_schemas(live, client, scripted, told):
     pytest.importorskip("llguidance")
     schema = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
     wanted = {"format": {"type": "json_schema", "schema": schema | {"additionalProperties": False}}}
     answer = ask(live, client, output_config=wanted, max_tokens=60)
     assert answer.content[0].text.lstrip().startswith("{")
-    refused(
-        anthropic.BadRequestError, lambda: ask(live, client, output_config=wanted, tools=[WEATHER]), "output_config"
-    )
+    asked, chat = {"output_config": wanted, "tools": [WEATHER], "max_tokens": 60}, FOX
+    [call] = ask(scripted, told, messages=chat, **asked).content
+    assert call.type == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}
+    chat = [*chat, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    [said] = ask(scripted, told, messages=chat, **asked).content
+    assert json.loads(said.text) == {"n": False}
 
 
 def test_the_async_client(scripted):

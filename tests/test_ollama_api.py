@@ -1,6 +1,7 @@
 """The real `ollama` client against a live server."""
 
 import asyncio
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -227,7 +228,7 @@ def test_keys(live):
             assert len(client.list().models) == 1
 
 
-def test_formats(live, client):
+def test_formats(live, client, scripted, told):
     pytest.importorskip("llguidance")
     schema = {
         "type": "object",
@@ -237,7 +238,13 @@ def test_formats(live, client):
     }
     answer = client.chat(live.engine.name, HELLO, format=schema, options={"num_predict": 60, "temperature": 0})
     assert answer.message.content.lstrip().startswith("{")
-    refused(lambda: client.chat(live.engine.name, HELLO, format="json", tools=[WEATHER]), 400, "format")
+    light = {"type": "function", "function": {"name": "light", "parameters": schema}}
+    asked = {"format": schema, "tools": [light], "options": {"num_predict": 60, "temperature": 0}}
+    message = told.chat(scripted.engine.name, HELLO, **asked).message
+    assert message.content == "" and [call.function.name for call in message.tool_calls] == ["light"]
+    chat = [*HELLO, message, {"role": "tool", "tool_name": "light", "content": "on"}]
+    message = told.chat(scripted.engine.name, chat, **asked).message
+    assert json.loads(message.content).keys() == {"n"} and not message.tool_calls
 
 
 def test_parallel_requests_get_what_they_would_alone(live, client):

@@ -151,6 +151,20 @@ def test_json_by_a_schema_comes_after_thinking(scripted):
     assert (message.reasoning_content, json.loads(message.content)) == ("let me see", {"on": False})
 
 
+def test_an_answer_of_a_format_comes_beside_tools(scripted):
+    """First a call and nothing before it, then the answer; without a call where none may be."""
+    pytest.importorskip("llguidance")
+    wanted = {"type": "json_schema", "json_schema": {"schema": LIGHT | {"additionalProperties": False}}}
+    asked = {"response_format": wanted, "tools": BOTH, "max_tokens": 60}
+    message = chat(*scripted, **asked).choices[0].message
+    assert message.content is None and [call.function.name for call in message.tool_calls] == ["weather"]
+    messages = [*HELLO, message.to_dict(), {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "x"}]
+    message = chat(*scripted, messages=messages, **asked).choices[0].message
+    assert json.loads(message.content) == {"on": False} and message.tool_calls is None
+    message = chat(*scripted, tool_choice="none", **asked).choices[0].message
+    assert json.loads(message.content) == {"on": False}
+
+
 def test_thinking_can_be_asked_not_to_be(scripted):
     extra = {"chat_template_kwargs": {"enable_thinking": True}}
     assert chat(*scripted, extra_body=extra).choices[0].message.reasoning_content == "let me see"

@@ -474,6 +474,17 @@ def test_replies_are_parsed(scripted, told, opened):
         assert stream.get_final_response().output_parsed == Lamp(on=False)
 
 
+def test_a_parsed_answer_comes_after_calls(scripted, told):
+    pytest.importorskip("llguidance")
+    asked = {"model": scripted.engine.name, "temperature": 0, "max_output_tokens": 100, "text_format": Lamp}
+    asked["tools"] = [{**WEATHER, "strict": True}]
+    answer = told.responses.parse(input=[user(FOX)], **asked)
+    assert [item.type for item in answer.output] == ["function_call"] and answer.output_parsed is None
+    told_back = [item.to_dict() for item in answer.output]
+    answer = told.responses.parse(input=[user(FOX), *told_back, *outputs_of(answer)], **asked)
+    assert answer.output_parsed == Lamp(on=False)
+
+
 def test_json_objects(live, client):
     pytest.importorskip("llguidance")
     answer = ask(live, client, text={"format": {"type": "json_object"}, "verbosity": "low"})
@@ -544,7 +555,6 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "deta
         ),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "given"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "one of"),
-        ({"text": {"format": {"type": "json_object"}}, "tools": [WEATHER]}, "text.format", "where tools are given"),
         ({"include": ["message.output_text.logprobs"], "tools": [WEATHER]}, "include", "where tools are given"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, None, "cannot be set"),
     ],

@@ -1,4 +1,4 @@
-"""Forced tool calls: whatever a model would rather write, it writes calls, and their arguments follow the schemas."""
+"""Replies by grammars: whatever a model would rather write, it writes calls or answers that follow the schemas."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from bough.config import Grammar, SamplingParams
 from bough.engine.grammar import Grammars, masks
 from bough.engine.request import Piece
 from bough.engine.tokenizer import Tokenizer
-from bough.engine.tool_grammar import after_thinking, call_grammar
+from bough.engine.tool_grammar import reply_grammar
 from bough.engine.tools import Dialect, Reader, Said, Thought, ToolCall, begins_thinking
 from bough.errors import OptionError
 
@@ -54,6 +54,7 @@ SWITCH = tool("switch-off", ["at"], at={"anyOf": [{"const": "once"}, {"type": "n
 CODE = tool("code", ["text"], text={"type": "string", "pattern": "^[a-c]{2,3}$"})
 NOTHING = {"type": "function", "function": {"name": "nothing"}}
 TOOLS = [WEATHER, SWITCH, CODE, NOTHING]
+ANSWER = Grammar.json_schema(WEATHER["function"]["parameters"] | {"additionalProperties": False})
 
 
 def tokenizer_for(template: str) -> Tokenizer:
@@ -70,7 +71,7 @@ def written(tokenizer: Tokenizer, seed: int, prompt: str = "hello", **asked) -> 
     """A reply that has to be a call."""
     tokens = tokenizer.encode(prompt, special=False)
     thinking = begins_thinking(tokenizer, Dialect.of(tokenizer), tokens)
-    return walk(tokenizer, call_grammar(tokenizer, asked.pop("tools", TOOLS), thinking=thinking, **asked), seed)
+    return walk(tokenizer, reply_grammar(tokenizer, asked.pop("tools", TOOLS), thinking=thinking, **asked), seed)
 
 
 def walk(tokenizer: Tokenizer, grammar: Grammar, seed: int, most: int = 3000) -> list[int]:
@@ -155,11 +156,28 @@ def test_parameters_in_tags_are_written_without_quotes_where_they_are_text():
 def test_json_comes_after_thinking(name):
     tokenizer = tokenizer_for(TEMPLATES[name])
     prompt = "hello" + Dialect.of(tokenizer).thinking[0]
-    grammar = after_thinking(Grammar.json_schema(WEATHER["function"]["parameters"]), tokenizer)
+    grammar = reply_grammar(tokenizer, [], ANSWER, several=True, thinking=True)
     for seed in range(4):
         parts = read(tokenizer, walk(tokenizer, grammar, seed), prompt)
         told = json.loads("".join(part.text for part in parts if isinstance(part, Said)))
         assert told["city"] in ("Paris", 'the "City"', "New York")
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_answer_of_a_format_or_calls(name, several):
+    tokenizer, kinds = tokenizer_for(TEMPLATES[name]), set()
+    grammar = reply_grammar(tokenizer, TOOLS, ANSWER, several=several, thinking=False)
+    for seed in range(12):
+        parts = [part for part in read(tokenizer, walk(tokenizer, grammar, seed)) if not isinstance(part, Thought)]
+        calls = [part for part in parts if isinstance(part, ToolCall)]
+        if calls:
+            assert all(map(is_right, calls)) and calls == parts and (several or len(calls) == 1)
+        else:
+            told = json.loads("".join(part.text for part in parts))
+            assert is_right(ToolCall("weather", told))
+        kinds.add(bool(calls))
+    assert kinds == {False, True}
 
 
 def test_what_cannot_be_forced_is_told():
@@ -175,8 +193,8 @@ def test_what_cannot_be_forced_is_told():
         ({"name": "a", "parameters": deep}, "nested too deeply"),
     ):
         with pytest.raises(OptionError, match=said):
-            call_grammar(tokenizer, [{"function": wrong}], several=False, thinking=False)
+            reply_grammar(tokenizer, [{"function": wrong}], several=False, thinking=False)
     odd = tool("a", ["b"], b={"type": "string", "enum": 5})  # for whoever reads the grammar to refuse
-    assert call_grammar(tokenizer_for(TEMPLATES["tags"]), [odd], several=False, thinking=False).source
+    assert reply_grammar(tokenizer_for(TEMPLATES["tags"]), [odd], several=False, thinking=False).source
     with pytest.raises(OptionError, match="no known way of calling"):
-        call_grammar(tokenizer_for("nothing"), TOOLS, several=False, thinking=False)
+        reply_grammar(tokenizer_for("nothing"), TOOLS, several=False, thinking=False)

@@ -1,5 +1,4 @@
-"""Grammars for calls that a client insists on: the reply is a call of one of some tools, or several, and nothing else.
-And for JSON after thinking.
+"""Grammars for replies that are calls of one or several of some tools, or an answer in JSON, and nothing else.
 
 Each format has a Form, from which the rules are put together. Arguments are JSON, so that they follow the schema of the
 tool in all it says: the readers of all formats take it, whatever else they take. Where a template asks for tags around
@@ -37,9 +36,31 @@ class Form:
     after: str = ""
 
 
-def call_grammar(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], *, several: bool, thinking: bool) -> Grammar:
-    """What a reply must be that calls one of the tools, or `several`. `thinking`: the prompt has begun it."""
+def reply_grammar(
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]],
+    answer: Grammar | None = None,
+    *,
+    several: bool,
+    thinking: bool,
+) -> Grammar:
+    """What a reply must be: a call of one of the tools, or `several`, or else an answer by a schema, if there is one.
+
+    `thinking`: the prompt has begun it. If not, the reply may.
+    """
+    assert answer is None or answer.kind == "json_schema", "this is no schema"
     dialect = Dialect.of(tokenizer)
+    rules = _calls(tokenizer, dialect, tools, several) if tools else []
+    if answer is not None:
+        rules += [f"answer: {_json(json.loads(answer.source))}"]
+    if dialect.thinking is not None:
+        rules += [f"thought{_until(tokenizer, dialect.thinking[1])}"]
+    kinds = " | ".join(["calls"] * bool(tools) + ["answer"] * (answer is not None))
+    return Grammar.lark("\n".join([f"start: {_thought(tokenizer, dialect, thinking)} ({kinds})", *rules]))
+
+
+def _calls(tokenizer: Tokenizer, dialect: Dialect, tools: Sequence[Mapping[str, Any]], several: bool) -> list[str]:
+    """The rules of calls."""
     if dialect.calls is None:
         raise OptionError("the model has no known way of calling tools, so no call can be forced; ask for none")
     form = _forms(tokenizer)[dialect.calls.name]
@@ -48,22 +69,12 @@ def call_grammar(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], *, se
     except RecursionError:
         raise OptionError("the schema of a tool is nested too deeply; flatten it") from None
     again = f"({form.between} call)*" if several else ""
-    rules = [f"start: {_thought(tokenizer, dialect, thinking)} {form.before} call {again} {form.after}"]
+    rules = [f"calls: {form.before} call {again} {form.after}"]
     rules += ["call: " + " | ".join(f"call_{at}" for at in range(len(calls)))]
     rules += [f"call_{at}: {call}" for at, call in enumerate(calls)]
-    if dialect.thinking is not None:
-        rules += [f"thought{_until(tokenizer, dialect.thinking[1])}"]
     if any(" value " in call for call in calls):
         rules += [f"value{_until(tokenizer, '</parameter>')}"]
-    return Grammar.lark("\n".join(rules))
-
-
-def after_thinking(grammar: Grammar, tokenizer: Tokenizer) -> Grammar:
-    """What a reply must be whose thinking the prompt has begun: the rest of it, and then JSON by a schema."""
-    dialect = Dialect.of(tokenizer)
-    assert dialect.thinking is not None and grammar.kind == "json_schema", "nothing has begun, or this is no schema"
-    rules = [f"start: {_thought(tokenizer, dialect, True)} {_json(json.loads(grammar.source))}"]
-    return Grammar.lark("\n".join([*rules, f"thought{_until(tokenizer, dialect.thinking[1])}"]))
+    return rules
 
 
 def _function(tool: Mapping[str, Any]) -> tuple[str, Schema]:

@@ -36,7 +36,7 @@ async def messages(call: Call) -> Response:
     chat = asked.chat(body)
     forced, several = asked.forced_tools(body, chat), asked.several_calls(body)
     prompt, marked = await asked.prompt(chat, body, service)
-    params = replies.constrained(params, service, prompt, forced, several=several)
+    params = replies.constrained(params, service, prompt, chat.functions(), forced, several=several)
     read = replies.reader(service, prompt, params, chat.functions(), several=several)
     answer = Answer(call, prompt, marked, params, read)
     generation = await service.start([(prompt, params)])

@@ -89,8 +89,6 @@ def sampling(body: Mapping[str, Any], defaults: SamplingParams, salt: str | None
     if "stop_sequences" in body:
         given["stop"] = body["stop_sequences"]
     if schema := _schema(body):
-        if body.get("tools"):
-            raise Invalid("output_config.format", "left out where tools are given: their calls are not of that format")
         given["grammar"] = Grammar.json_schema(schema["schema"])
     return replace(defaults, **given)
 

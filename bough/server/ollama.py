@@ -45,7 +45,7 @@ async def chat(call: Call) -> Response:
     params = asked.sampling(body, service, call.salt())
     tools, options = body.get("tools") or None, asked.template_options(body, service)
     prompt = await service.chat_prompt(asked.chat_messages(body), tools, options)
-    params = replies.constrained(params, service, prompt)
+    params = replies.constrained(params, service, prompt, tools)
     read = replies.reader(service, prompt, params, tools)
     return await _answer(call, await service.start([(prompt, params)]), ChatAnswer(call, arrived, prompt, read))
 

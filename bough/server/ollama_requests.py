@@ -101,8 +101,6 @@ def sampling(body: Mapping[str, Any], service: Service, salt: str | None) -> Sam
     if options.get("seed", -1) >= 0:
         given["seed"] = options["seed"]
     if wanted := body.get("format"):
-        if body.get("tools"):
-            raise Invalid("format", "left out where tools are given: their calls are not of that format")
         given["grammar"] = Grammar.json_object() if wanted == "json" else Grammar.json_schema(wanted)
     return replace(service.engine.defaults, **given)
 

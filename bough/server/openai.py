@@ -36,7 +36,7 @@ async def chat(call: Call) -> Response:
     params = asked.chat_sampling(body, engine.defaults, salt, service.most_tokens)
     tools, forced, several = asked.chat_tools(body), asked.forced_tools(body), asked.several_calls(body)
     prompt = await service.chat_prompt(asked.chat_messages(body), tools, asked.template_options(body))
-    params = replies.constrained(params, service, prompt, forced, several=several)
+    params = replies.constrained(params, service, prompt, tools, forced, several=several)
     choices = await _choices(call, params)
     generation = await service.start([(prompt, each) for each in choices])
     readers = [replies.reader(service, prompt, params, tools, several=several) for _ in generation.handles]

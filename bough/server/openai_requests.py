@@ -133,8 +133,6 @@ def _grammar(body: Mapping[str, Any]) -> Grammar | None:
     wanted = body.get("response_format", {"type": "text"})
     if wanted["type"] == "text":
         return None
-    if body.get("tools") and body.get("tool_choice") != "none":
-        raise Invalid("response_format", "left out where tools are given: their calls are not of that format")
     if wanted["type"] == "json_object":
         return Grammar.json_object()
     if "schema" not in wanted.get("json_schema", {}):

@@ -11,7 +11,7 @@ from bough.engine.request import Output, Piece
 from bough.engine.sampler import Logprobs
 from bough.engine.tokenizer import Tokenizer
 from bough.engine.tool_formats import ToolCall
-from bough.engine.tool_grammar import after_thinking, call_grammar
+from bough.engine.tool_grammar import reply_grammar
 from bough.engine.tools import Dialect, Part, Reader, Said, Thought, begins_thinking
 from bough.server.generation import QUIET, Generation, Prompt, Service
 
@@ -62,24 +62,26 @@ def constrained(
     params: SamplingParams,
     service: Service,
     prompt: Prompt,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     forced: Sequence[Mapping[str, Any]] = (),
     *,
     several: bool = True,
 ) -> SamplingParams:
     """The sampling of a reply, which has to be a call of one of the `forced` tools, or several, if there are any.
 
-    Its grammar leaves room for thinking that the prompt has begun.
+    Where it has to be of a format instead, it may be calls of the `tools` as well. Its grammar leaves room for thinking
+    that the prompt has begun.
     """
     if not forced and params.grammar is None:
         return params
     tokenizer = _tokenizer(service)
-    thinking = begins_thinking(tokenizer, Dialect.of(tokenizer), prompt.tokens)
-    grammar = params.grammar
-    if forced:
-        grammar = call_grammar(tokenizer, forced, several=several, thinking=thinking)
-    elif grammar is not None and thinking:
-        grammar = after_thinking(grammar, tokenizer)
-    return replace(params, grammar=grammar)
+    dialect = Dialect.of(tokenizer)
+    thinking = begins_thinking(tokenizer, dialect, prompt.tokens)
+    offered = forced or (tools if dialect.calls else None) or ()
+    if not offered and not thinking:
+        return params
+    answer = None if forced else params.grammar
+    return replace(params, grammar=reply_grammar(tokenizer, offered, answer, several=several, thinking=thinking))
 
 
 def _tokenizer(service: Service) -> Tokenizer:

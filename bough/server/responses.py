@@ -34,7 +34,7 @@ async def respond(call: Call) -> Response:
     salt = call.salt(body.get("cache_salt"))
     params = asked.sampling(body, engine.defaults, salt, service.most_tokens, tools)
     prompt = await service.chat_prompt(asked.messages(body), tools.told or None, asked.template_options(body))
-    params = replies.constrained(params, service, prompt, tools.forced, several=tools.several)
+    params = replies.constrained(params, service, prompt, tools.told, tools.forced, several=tools.several)
     read = replies.reader(service, prompt, params, tools.told, several=tools.several)
     generation = await service.start([(prompt, params)])
     answer = Answer(call, params, tools, read)

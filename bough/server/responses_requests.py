@@ -164,8 +164,6 @@ def sampling(
     if tools.told and wants_logprobs(body):
         raise Invalid("include", f"without {LOGPROBS} where tools are given: which tokens are text is not known then")
     wanted = body.get("text", {}).get("format", {"type": "text"})
-    if tools.told and wanted["type"] != "text":
-        raise Invalid("text.format", "left out where tools are given: their calls are not of that format")
     asked = {
         **{name: value for name, value in body.items() if name in chat.SAMPLING},
         "response_format": {"type": wanted["type"], "json_schema": wanted},
