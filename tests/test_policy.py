@@ -58,8 +58,8 @@ class Cache:
             for each in node.path():
                 if each.copies[Tier.DEVICE] is None or (each is node and not each.resumes):
                     self.tree.put(each, Tier.DEVICE, Held(each is node or not self.point))
-        use = self.index.used(self.tree.match(b"", symbols).nodes, now, as_symbols(symbols))
-        self.index.finished(use, 10)
+        path = self.tree.match(b"", symbols).nodes
+        self.index.finished(self.index.used(path, now, as_symbols(symbols)), 10, path, now)
         self.hits += known
         while self.held() > self.budget:
             self.evict(now)

@@ -87,6 +87,9 @@ class Recent:
         """The same of its resume point."""
         return 0.0
 
+    def check(self, nodes: Iterable[Node]) -> None:
+        """That what these wait for knows them."""
+
     def _touch(self, node: Node, use: Use, now: float) -> None:
         self.know(node)
         if facts_of(node).passed is not use:
@@ -193,10 +196,10 @@ class Learned(Recent):
             use.nodes[node] = None
 
     def forget(self, node: Node) -> None:
-        if isinstance(node.facts, Facts):
-            for use in (node.facts.use, node.facts.point or node.facts.use):
+        facts, node.facts = node.facts, None
+        if isinstance(facts, Facts):
+            for use in (facts.use, facts.point or facts.use):
                 self._let_go(node, use)
-            node.facts = None
 
     def rate(self, node: Node) -> float:
         return self._model.rate(facts_of(node).use)
@@ -204,6 +207,12 @@ class Learned(Recent):
     def point_rate(self, node: Node) -> float:
         facts = facts_of(node)
         return self._model.rate(facts.point or facts.use)
+
+    def check(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            facts = facts_of(node)
+            for use in (facts.use, facts.point or facts.use):
+                assert node in use.nodes, f"{node} would not hear of what becomes of a use that it waits for"
 
     def _worth(self, use: Use, weight: float) -> float:
         return self._model.rate(use) * (weight - self._point) / weight if weight else 0.0
@@ -263,8 +272,7 @@ class Learned(Recent):
         own = old.talk is None or (old.talk is use.talk and old.kind is not Kind.SHARED)
         facts.use = use if own else self._again(old, node, now)
         facts.use.nodes[node] = None
-        if old is not facts.point:
-            self._let_go(node, old)
+        self._let_go(node, old)
         self._touch(node, use, now)
 
     def _resume(self, node: Node, use: Use, now: float) -> None:
@@ -281,10 +289,14 @@ class Learned(Recent):
         facts = facts_of(node)
         old, facts.point = facts.point, use
         use.nodes[node] = None
-        if old is not None and old is not facts.use:
+        if old is not None:
             self._let_go(node, old)
 
     def _let_go(self, node: Node, use: Use) -> None:
+        """A node waits for something else, unless it, or its point, still waits for this use."""
+        facts = node.facts
+        if isinstance(facts, Facts) and (use is facts.use or use is facts.point):
+            return
         use.nodes.pop(node, None)
         if use.kind in (Kind.SHARED, Kind.INSIDE) and not use.nodes:
             self._outlive(use, bin_of(self._now - use.since))

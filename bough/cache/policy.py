@@ -16,7 +16,8 @@ Entries are corrected when they turn out to be least and when what is expected o
 (bough/cache/expect.py): nothing ever walks the tree, and no call catches up on all that was left undone. No torch, no
 clock.
 
-Invariant (`check()` asserts it): whatever could be evicted has a place in each order, and what is gone has none.
+Invariants (`check()` asserts them): whatever could be evicted has a place in each order, and what is gone has none; a
+node that is judged by a use is among those to be judged anew when something else is expected of that use.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -190,6 +191,7 @@ class Index:
         known = list(nodes)
         held = sum(facts_of(node).size for node in known)
         assert abs(held - self._held) <= 1e-6 * (1.0 + held), f"{self._held} symbols are counted, {held} are there"
+        self._expect.check(known)
         for order in self._orders:
             for tier, ranks in enumerate(order.tiers):
                 ranks.check()
