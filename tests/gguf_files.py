@@ -44,6 +44,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+WHOLE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
 GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -117,6 +118,7 @@ MODELS = {
     "llama-biased": lambda: llama(attention_bias=True, mlp_bias=True, head_dim=10),
     "llama3-rope": lambda: llama(rope_parameters=LLAMA3),
     "llama-yarn": lambda: llama(rope_parameters=YARN),
+    "llama-yarn-by-hand": lambda: llama(rope_parameters=YARN | {"attention_factor": 1.3, "beta_fast": 16.0}),
     "llama-linear": lambda: llama(rope_parameters=LINEAR),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, head_dim=16, sliding_window=9)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=24)),
@@ -132,6 +134,7 @@ MODELS = {
     "qwen3.5-two-to-one": lambda: qwen3_5(
         linear_num_key_heads=3, linear_conv_kernel_dim=3, tie_word_embeddings=True, attention_bias=True
     ),
+    "qwen3.5-rotated-whole": lambda: qwen3_5(rope_parameters=WHOLE),
     "qwen3.5-ungrouped": lambda: qwen3_5(linear_num_key_heads=1, linear_num_value_heads=1),
     "qwen3.5-moe": qwen3_5_moe,
 }
@@ -276,6 +279,10 @@ def add_rope(writer: gguf.GGUFWriter, rope: dict, config) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "attention_factor" in rope:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+        if "beta_fast" in rope:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
     if rope["rope_type"] == "llama3":
         waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, config.head_dim, 2) / config.head_dim)
         turns = rope["original_max_position_embeddings"] / waves

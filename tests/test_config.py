@@ -168,8 +168,11 @@ def test_rope_that_lacks_a_parameter(folder):
         rope = {key: value for key, value in LLAMA3.items() if key != name}
         edit_config(folder, rope_parameters={**rope, "rope_type": kind})
         assert f"lack '{name}'" in refusal(folder)
-    edit_config(folder, rope_parameters={"rope_type": "longrope"})
-    assert "rope type 'longrope' is not supported" in refusal(folder, UnknownArchitecture)
+    for kind in ("longrope", "divided"):  # the second is for GGUF files alone
+        edit_config(folder, rope_parameters={"rope_type": kind})
+        assert f"rope type '{kind}' is not supported" in refusal(folder, UnknownArchitecture)
+    edit_config(folder, rope_parameters={"rope_type": "divided", "divisors": [1.0, "x"]})
+    assert "divisors [1.0, 'x'], and it must be a list of numbers" in refusal(folder)
 
 
 # No field of a config.json brings up anything but a ModelError

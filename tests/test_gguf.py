@@ -12,7 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize, quantize
-from gguf_files import MODELS, add_config, finish, reference, write
+from gguf_files import LLAMA3, MODELS, add_config, finish, qwen3_5, reference, write
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import check_prompt
@@ -24,6 +24,7 @@ from bough.draft.mtp import MTPHead
 from bough.errors import BadWeights, BoughError, ModelError, UnknownArchitecture
 from bough.models.config import ModelConfig
 from bough.models.gguf import GGUFFile
+from bough.models.gguf_architectures import ARCHITECTURES
 from bough.models.gguf_header import read_header
 from bough.models.gguf_tokenizer import gguf_tokenizer
 from bough.models.load import load_model
@@ -340,6 +341,52 @@ def test_tensors_that_do_not_belong(tmp_path):
     finish(writer)
     with pytest.raises(BadWeights, match=r"missing: .*model.layers.2.mlp.down_proj.*unexpected: blk.0.ffn_gate_exps"):
         load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shapes", "said"),
+    [
+        ("llama", {"blk.0.attn_norm.weight": (4,), "blk.00.attn_norm.weight": (4,)}, "input_layernorm.weight twice"),
+        ("qwen35", {"blk.1.ffn_norm.weight": (4,), "blk.1.post_attention_norm.weight": (4,)}, "twice"),
+        ("qwen35moe", {"blk.0.ffn_gate_up_exps.weight": (2, 8, 8), "blk.0.ffn_up_exps.weight": (2, 4, 8)}, "twice"),
+        ("qwen3next", {"blk.0.ssm_ba.weight": (13, 8)}, r"\[13, 8\], of 2 tensors"),
+        ("lfm2moe", {"blk.0.ffn_up_exps.weight": (1 << 40, 0, 8)}, "which no experts have"),
+    ],
+)
+def test_tensors_that_are_not_what_they_are_called(architecture, shapes, said, tmp_path):
+    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", architecture)
+    for name, shape in shapes.items():
+        writer.add_tensor(name, np.ones(shape, np.float32))
+    finish(writer)
+    with pytest.raises(BadWeights, match=f"{said}.*download it again"):
+        GGUFFile(path)
+
+
+def test_names_that_nobody_gives(tmp_path):
+    """They are reported as they are, or nearly."""
+    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "llama")
+    for name in ("{}{}", "{}.{x}"):
+        writer.add_tensor(name, np.ones((1, 2, 4), np.float32))
+    finish(writer)
+    assert GGUFFile(path).names() == ["00", "0.{x}"]
+
+
+def test_names_of_other_architectures():
+    """Gates of the delta rule are together in files of Qwen3-Next and apart in those of Qwen3.5, never otherwise."""
+    for name, stranger in [("qwen3next", "ssm_beta"), ("qwen35", "ssm_ba"), ("qwen35moe", "ssm_ba")]:
+        assert ARCHITECTURES[name].rename(f"blk.0.{stranger}.weight") == [f"blk.0.{stranger}.weight"]
+
+
+def test_names_of_a_head_of_several_layers():
+    """Converters repeat in each what the first has beside its layer."""
+    found = [ARCHITECTURES["qwen35"].rename(f"blk.{index}.nextn.enorm.weight", 4) for index in (4, 5)]
+    assert found == [["mtp.pre_fc_norm_embedding.weight"], ["mtp.layers.1.nextn.enorm.weight"]]
+
+
+def test_divisors_of_what_is_not_rotated(tmp_path):
+    model = qwen3_5(rope_parameters=LLAMA3 | {"partial_rotary_factor": 0.25})
+    with pytest.raises(BadWeights, match="does not fit 4 dimensions"):  # they are for all 16
+        load_model(write(model, tmp_path / "a.gguf"))
 
 
 def test_without_the_package(whole, tmp_path, monkeypatch):

@@ -60,6 +60,20 @@ def test_mistral_window(window, tmp_path):
     check_family(reference, tmp_path)
 
 
+def test_a_mistral_that_names_no_window(tmp_path):
+    """Left out it is the reference's, and null is none."""
+    save(
+        MistralForCausalLM(MistralConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, sliding_window=None)),
+        tmp_path,
+    )
+    assert load_model(tmp_path).windows() == [None] * 3
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["sliding_window"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = MistralConfig.from_pretrained(tmp_path).sliding_window
+    assert load_model(tmp_path).windows() == [expected] * 3 == [4096] * 3
+
+
 def test_a_llama_has_no_window(tmp_path):
     """Mistrals under the name of Llama still have the field, which the reference does not read there."""
     reference = LlamaForCausalLM(LlamaConfig(**SMALL, num_attention_heads=4, sliding_window=5))

@@ -69,6 +69,7 @@ _NAMES_BY_RULE: list[tuple[Rule, str]] = [
     (NAME, "model_type hidden_act hidden_activation rope_type type dtype torch_dtype"),
     (several(NAME, "strings"), "layer_types"),
     (several(INDEX, "layer numbers"), "full_attn_idxs mlp_only_layers"),
+    (several(POSITIVE, "numbers above 0"), "divisors"),
     (TOKENS, "eos_token_id"),
 ]
 RULES = {name: rule for rule, names in _NAMES_BY_RULE for name in names.split()}

@@ -44,7 +44,10 @@ class GGUFFile:
         self._held: dict[str, _Held] = {}
         for entry in header.tensors:
             stored = _Stored.find(entry, data[header.data_start :], quants, self.where)
-            self._held |= _named(stored, self._architecture.rename(entry.name, layers))
+            held = _named(stored, self._architecture.rename(entry.name, layers))
+            if twice := held.keys() & self._held.keys():
+                raise BadWeights(f"{self.where} has {min(twice)} twice, the second time as {entry.name}; {AGAIN}")
+            self._held |= held
 
     def __contains__(self, name: str) -> bool:
         return name in self._held
@@ -134,12 +137,14 @@ def _named(stored: _Stored, names: list[str]) -> dict[str, _Held]:
     """What a tensor holds, by name: names with {} are of each expert."""
     shape, several = stored.entry.shape, len(names)
     if "{}" in names[0]:
-        if len(shape) != 3 or shape[1] % several:
+        if len(shape) != 3 or not stored.entry.elements or shape[1] % several:  # no elements: of any number of experts
             raise BadWeights(f"{stored.entry.name} in {stored.where} is {list(shape)}, which no experts have; {AGAIN}")
-        names = [name.format(expert) for expert in range(shape[0]) for name in names]
+        names = [name.replace("{}", str(expert)) for expert in range(shape[0]) for name in names]
         parts = stored.parts(len(names))
         return {name: _Held(part, part.entry.shape) for name, part in zip(names, parts, strict=True)}
     rows, *others = shape or (1,)
+    if rows % several:
+        raise BadWeights(f"{stored.entry.name} in {stored.where} is {list(shape)}, of {several} tensors; {AGAIN}")
     return {name: _Held(stored, (rows // several, *others) if several > 1 else shape) for name in names}
 
 

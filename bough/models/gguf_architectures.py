@@ -50,8 +50,8 @@ class Architecture:
         if layer is None:
             return [f"{self.names[stem]}.{part}" if stem in self.names else name]
         index, own = int(layer[1]), layer[2]
-        if index >= layers and own in HEAD_NAMES:
-            return [HEAD_NAMES[own]]
+        if index >= layers and own in HEAD_NAMES:  # each further layer of a head repeats them
+            return [HEAD_NAMES[own] if index == layers else f"mtp.layers.{index - layers}.{own}"]
         prefix, part = f"model.layers.{index}" if index < layers else f"mtp.layers.{index - layers}", ""
         if own not in self.layer_names:  # which are those that are not the weight or the bias of something
             own, _, part = own.rpartition(".")
@@ -91,7 +91,7 @@ def _decoder(file: "GGUFFile", *, rotates_part: bool = False) -> dict[str, Any]:
         "head_dim": head_dim,
         "max_position_embeddings": own.size("context_length"),
         "rms_norm_eps": own.need("attention.layer_norm_rms_epsilon", float),
-        "rope_parameters": _rope(file, head_dim) | _part(rotated, head_dim),
+        "rope_parameters": _rope(file, rotated) | (_part(rotated, head_dim) if rotates_part else {}),
         "tie_word_embeddings": "lm_head.weight" not in file,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": _end_tokens(file.metadata),
@@ -109,11 +109,11 @@ def layers_of(own: Metadata) -> int:
 
 
 def _part(rotated: int, head_dim: int) -> dict[str, float]:
-    """Which part of a head is rotated; a touch more, since what is made of it is rounded down."""
-    return {"partial_rotary_factor": math.nextafter(rotated / head_dim, 1)} if rotated != head_dim else {}
+    """Which part of a head is rotated, even if it is all; a touch more, since what is made of it is rounded down."""
+    return {"partial_rotary_factor": math.nextafter(rotated / head_dim, 1)}
 
 
-def _rope(file: "GGUFFile", head_dim: int) -> dict[str, Any]:
+def _rope(file: "GGUFFile", rotated: int) -> dict[str, Any]:
     own, scaling = file.own, file.own.under("rope.scaling.")
     kind = scaling.get("type", str) or "none"
     rope = {
@@ -121,13 +121,14 @@ def _rope(file: "GGUFFile", head_dim: int) -> dict[str, Any]:
         "rope_theta": own.get("rope.freq_base", float) or 10000.0,
     }
     if FREQUENCIES in file:
-        if file.shape(FREQUENCIES) != (head_dim // 2,):
-            raise BadWeights(f"{FREQUENCIES} in {file.where} does not fit heads of {head_dim}; download it again")
+        if file.shape(FREQUENCIES) != (rotated // 2,):
+            raise BadWeights(f"{FREQUENCIES} in {file.where} does not fit {rotated} dimensions; download it again")
         return rope | {"rope_type": "divided", "divisors": file.read(FREQUENCIES).tolist()}
     if kind != "none":
         rope["factor"] = scaling.need("factor", float)
     if kind == "yarn":
         rope["original_max_position_embeddings"] = scaling.size("original_context_length")
+        rope["attention_factor"] = scaling.get("yarn_attn_factor", float)
         rope["beta_fast"] = scaling.get("yarn_beta_fast", float)
         rope["beta_slow"] = scaling.get("yarn_beta_slow", float)
     return rope
@@ -338,9 +339,6 @@ DELTA_LAYER_NAMES: Names = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_a": "linear_attn.A_log",
@@ -356,6 +354,8 @@ DELTA_LAYER_NAMES: Names = {
     "ffn_gate_up_exps": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+TOGETHER: Names = {**DELTA_LAYER_NAMES, "ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a")}
+APART: Names = {**DELTA_LAYER_NAMES, "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"}
 HEAD_NAMES = {  # of an MTP head, beside its layer
     "nextn.eh_proj.weight": "mtp.fc.weight",
     "nextn.enorm.weight": "mtp.pre_fc_norm_embedding.weight",
@@ -370,7 +370,7 @@ ARCHITECTURES = {
     "gemma3": Architecture(_gemma3, GEMMA3_LAYER_NAMES, NAMES, _zero_centred),
     "lfm2": Architecture(_lfm2, LFM2_LAYER_NAMES, LFM2_NAMES, _as_stored),
     "lfm2moe": Architecture(_lfm2_moe, LFM2_MOE_LAYER_NAMES, LFM2_NAMES, _as_stored),
-    "qwen3next": Architecture(_qwen3_5_moe, DELTA_LAYER_NAMES, NAMES, _delta),
-    "qwen35": Architecture(_qwen3_5, DELTA_LAYER_NAMES, NAMES, _delta_by_key_head),
-    "qwen35moe": Architecture(_qwen3_5_moe, DELTA_LAYER_NAMES, NAMES, _delta_by_key_head),
+    "qwen3next": Architecture(_qwen3_5_moe, TOGETHER, NAMES, _delta),
+    "qwen35": Architecture(_qwen3_5, APART, NAMES, _delta_by_key_head),
+    "qwen35moe": Architecture(_qwen3_5_moe, APART, NAMES, _delta_by_key_head),
 }

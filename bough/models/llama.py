@@ -56,5 +56,10 @@ class Llama(Layered):
 
 
 class Mistral(Llama):
+    @classmethod
+    def told(cls, config: ModelConfig) -> ModelConfig:
+        """A window that is left out has a size; one that is null is none."""
+        return super().told(ModelConfig({"sliding_window": 4096, **config.raw}, config.where))
+
     def windows(self) -> list[int | None]:
         return [self.config.get("sliding_window")] * self.config.num_hidden_layers

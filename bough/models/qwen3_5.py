@@ -5,6 +5,7 @@ rotary positions are equal, which leaves plain partial rope.
 """
 
 from bough.models.blocks import GatedMLP, Linear, activation
+from bough.models.config import ModelConfig
 from bough.models.qwen3_next import GatedDelta, Qwen3Next, SparseMLP
 from bough.models.weights import Weights
 
@@ -22,5 +23,11 @@ class Qwen35(Qwen3Next):
 
 
 class Qwen35Moe(Qwen35):
+    @classmethod
+    def told(cls, config: ModelConfig) -> ModelConfig:
+        """The shares of experts sum up to 1, whatever a config that was made from another family's says."""
+        told = super().told(config)
+        return ModelConfig({**told.raw, "norm_topk_prob": True}, told.where)
+
     def _mlp(self, weights: Weights, prefix: str, index: int) -> SparseMLP:
         return SparseMLP(self.config, weights, prefix)

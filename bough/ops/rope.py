@@ -38,7 +38,8 @@ def inverse_frequencies(head_dim: int, rope: Mapping[str, Any], context: int) ->
             return frequencies, 1.0
         case "linear":
             return frequencies / _required(rope, "factor"), 1.0
-        case "divided":  # by a divisor for each: how a GGUF file gives what "llama3" computes
+        # By a divisor for each: how a GGUF file gives what "llama3" computes.
+        case "divided" if len(rope.get("divisors", ())) == len(frequencies):
             return frequencies / torch.tensor(rope["divisors"]), 1.0
         case "llama3":
             return _llama3(frequencies, rope, context), 1.0
