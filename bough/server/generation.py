@@ -115,7 +115,7 @@ class Service:
 
     async def start(self, wanted: Sequence[tuple[Prompt, SamplingParams]]) -> "Generation":
         """Start on prompts, all of them or none."""
-        self.require_room(len(wanted))
+        self._require_room(len(wanted))
         self._starting += len(wanted)
         try:
             handles = await asyncio.to_thread(self._submit, wanted)  # a grammar may take a while to read
@@ -135,18 +135,25 @@ class Service:
             raise
         return handles
 
-    def require_room(self, count: int) -> None:
-        """Refuse a request for more continuations than can wait now, or ever."""
+    @property
+    def _most(self) -> int:
+        """Continuations that run or wait."""
+        return self.engine.max_running + self.settings.queue
+
+    def require_possible(self, count: int) -> None:
+        """Refuse a request for more continuations than can ever wait at once."""
+        if count > self._most:
+            message = f"{count} answers were asked for at once, and this server works on {self._most}; ask for less"
+            raise ApiError(400, message)
+
+    def _require_room(self, count: int) -> None:
+        """Refuse one for more than can wait now."""
         if self.closing:
             raise ApiError(503, "the server is shutting down; try another", kind="server_error", code="closing")
-        most = self.engine.max_running + self.settings.queue
-        if count > most:
-            raise ApiError(
-                400, f"{count} answers were asked for at once, and this server works on {most}; ask for less"
-            )
+        self.require_possible(count)
         busy = self._starting + sum(each.left for each in self.running)
-        if busy + count > most:
-            message = f"{busy} requests are running or waiting, and no more than {most} may; try again later"
+        if busy + count > self._most:
+            message = f"{busy} requests are running or waiting, and no more than {self._most} may; try again later"
             raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
 
     def cancel_all(self) -> None:

@@ -48,7 +48,7 @@ async def complete(call: Call) -> Response:
     service.require_model(body.get("model"))
     params = asked.completion_sampling(body, service.engine.defaults, call.salt(body.get("cache_salt")))
     given = asked.completion_prompts(body)
-    service.require_room(len(given) * body.get("n", 1))  # before any work on them: there may be very many
+    service.require_possible(len(given) * body.get("n", 1))  # before any work on them: there may be very many
     prompts = [await service.plain_prompt(prompt) for prompt in given]
     choices = await _choices(call, params)
     wanted = [(prompt, each) for prompt in prompts for each in choices]
