@@ -133,6 +133,18 @@ def test_steps_of_all_shapes(family, tmp_path, compiled, monkeypatch):
         assert (kernel in compiled) == (family is qwen3_next)
 
 
+def test_what_stands_is_compiled_once(compiled):
+    """However many rows there are: nobody waits for a compiler in the middle of a reply."""
+    from bough.ops.triton.rounds import _standing
+
+    for rows in (1, 2, 3, 4, 7):
+        numbers = torch.zeros(4 * rows, dtype=torch.int32)
+        start, count, fed = numbers.tensor_split((rows, 2 * rows))
+        ops.standing(torch.zeros(2 * rows, dtype=torch.int64), fed, start, count)
+    [[cache, *_]] = _standing.device_caches.values()
+    assert "rounds._standing" in compiled and len(cache) == 1
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_products_with_quantised_weights(bits, compiled):
     made = chunks(quantised(torch.randn(1024, 1024), bits))

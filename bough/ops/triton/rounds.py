@@ -12,7 +12,7 @@ from bough.ops.spans import FEW
 BLOCK = triton.next_power_of_2(FEW)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["fed", "starts", "counts"])  # parts of one tensor, by the number of rows
 def _standing(chosen, fed, starts, counts, kept, block: tl.constexpr):
     row, i = tl.program_id(0), tl.arange(0, block)
     start, count = tl.load(starts + row), tl.load(counts + row)
