@@ -7,15 +7,19 @@ from random import Random
 
 import pytest
 import torch
-from speculation import Fixed, Right, Written
+from speculation import Fixed, Right, Written, expect_idle
 from test_flight import engine as flying
+from test_flight import loaded as with_head
 from timeline import VOCABULARY, loaded
 
 from bough import CacheConfig, Engine, SamplingParams
 from bough.cache.prefix_cache import PrefixCache
+from bough.draft.model import ModelDrafter
+from bough.draft.mtp import MTPDrafter, MTPHead
 from bough.engine import budget, loop
 from bough.engine.budget import FEW, Budget
 from bough.engine.runner import Runner
+from bough.state.live import State
 from bough.state.recordings import Recordings
 
 FAMILIES = ["llama", "gemma3", "lfm2", "qwen3_5"]
@@ -48,7 +52,7 @@ class Faults:
 def made(family: str, draft: object = None, ends: frozenset[int] = frozenset(), **options) -> Engine:
     cache = CacheConfig(page_tokens=4, device_bytes=4 << 20)
     target = replace(loaded(family), end_tokens=ends)
-    return Engine(target, cache=cache, max_running=4, context=256, draft=draft, **options)
+    return Engine(target, cache=cache, context=256, draft=draft, **{"max_running": 4} | options)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -70,7 +74,9 @@ def test_in_any_place(family, seed, monkeypatch):
         for place in ((loop, "verify"), (Runner, "forward"), (Runner, "scores"), (Recordings, "_replay")):
             faults.put_into(*place)
         faults.put_into(PrefixCache, "admit")
-        for _ in range(3):
+        for turn in range(20):  # who runs beside whom decides where they are met
+            if turn > 2 and len(faults.met) > 3:
+                break
             handles = [short.submit(prompt, GREEDY) for prompt in prompts]
             for prompt, logprobs in zip(prompts, scores, strict=True):
                 assert short.score(prompt) == pytest.approx(logprobs, abs=1e-4)
@@ -99,6 +105,64 @@ def test_where_a_request_leaves_or_comes(place, monkeypatch):
         assert faults.met
         assert engine.generate([9, 10, 11], GREEDY).tokens == expected
         engine.check()
+
+
+@pytest.mark.parametrize("drafts", ["mtp", "model"])
+def test_where_a_drafter_s_state_is_given_back(drafts, monkeypatch):
+    """A request that is cancelled then ends as any other, and nobody notices."""
+    target, admit = with_head("qwen3_5", "cpu").model, PrefixCache.admit
+    drafter = MTPDrafter(MTPHead(target)) if drafts == "mtp" else ModelDrafter(target, target.vocab_size)
+    with flying("qwen3_5", ahead=False, draft=drafter) as engine:
+        expected, refused = engine.generate([9, 10, 11], GREEDY).tokens, []
+
+        def short(self, *given, ended):
+            if ended and self is engine.drafting.cache:
+                refused.append(given)
+                raise torch.OutOfMemoryError("no memory")
+            admit(self, *given, ended=ended)
+
+        monkeypatch.setattr(PrefixCache, "admit", short)
+        other = engine.submit([19, 10, 11], SamplingParams(max_tokens=200, temperature=0, ignore_eos=True))
+        handle = engine.submit([9, 10, 11], GREEDY)
+        next(iter(other))
+        other.cancel()
+        assert other.result().finish_reason == "cancelled" and handle.result().tokens == expected
+        assert len(refused) == 2 and engine.drafting.failure is None
+        expect_idle(engine)
+
+
+def test_where_a_drafter_s_state_is_made(monkeypatch):
+    """The request goes on without drafts, and nothing is left behind."""
+    prompt, head = list(range(10, 40)), MTPHead(with_head("qwen3_5", "cpu").model)
+    with flying("qwen3_5", ahead=False, draft=MTPDrafter(head)) as engine:
+        expected, faults = engine.generate(prompt, GREEDY).tokens, Faults(monkeypatch, seed=1)
+        faults.put_into(Runner, "last_row")
+        for _ in range(60):
+            assert engine.generate(prompt, replace(GREEDY, max_tokens=4)).tokens == expected[:4]
+        assert faults.met
+        expect_idle(engine)
+        nodes = engine.call(lambda: list(engine.drafting.cache.tree.walk()))
+        assert nodes and not any(node.pins for node in nodes)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_no_memory_for_drafts(ahead, monkeypatch):
+    """Whether their rounds fly or not: then nobody drafts."""
+    forward, prompt = Runner.forward, [9, 10, 11]
+    with flying("qwen3_5", ahead=False) as plain:
+        expected = plain.generate(prompt, GREEDY).tokens
+    with flying("qwen3_5", ahead=ahead, draft=Written(Right([[*prompt, *expected]]))) as engine:
+        engine._loop.drafting.depth, refused = Fixed(deepest=3), []
+
+        def short(self, batch, wanted, *given, **options):
+            if sum(wanted) > 1:
+                refused.append(wanted)
+                raise torch.OutOfMemoryError("no memory")
+            return forward(self, batch, wanted, *given, **options)
+
+        monkeypatch.setattr(Runner, "forward", short)
+        assert engine.generate(prompt, GREEDY).tokens == expected
+        assert refused
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -156,3 +220,46 @@ def test_few_tokens_are_no_reason():
     assert tokens.failed(1) and tokens.tokens(beside_writers=False) == FEW
     tokens.went_well()
     assert tokens.failed(1) and tokens.tokens(beside_writers=False) == FEW
+
+
+def test_who_cannot_start_leaves_its_place_to_others(monkeypatch):
+    restore, prompts, begun = PrefixCache.restore, [[at, 10, 11] for at in (9, 19, 29)], []
+
+    def short(self, match, state):
+        begun.append(state)
+        if len(begun) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        restore(self, match, state)
+
+    with made("qwen3_5", max_running=2) as engine:
+        expected = [engine.generate(prompt, GREEDY).tokens for prompt in prompts]
+        monkeypatch.setattr(PrefixCache, "restore", short)
+        handles = engine.call(lambda: [engine.submit(prompt, GREEDY) for prompt in prompts])
+        with pytest.raises(torch.OutOfMemoryError):
+            handles[1].result()
+        assert [handles[at].result().tokens for at in (0, 2)] == [expected[0], expected[2]]
+        engine.check()
+
+
+def test_where_what_a_state_owes_is_settled(monkeypatch):
+    """The tree has no node that holds nothing."""
+    settle, prompt = State.settle, list(range(10, 20))
+
+    def end() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(State, "settle", short)
+            handle.cancel()
+            engine._loop._drop_unwanted()
+
+    def short(self):
+        raise torch.OutOfMemoryError("no memory")
+
+    with made("qwen3_5") as engine:
+        expected = engine.generate(prompt, GREEDY).tokens
+        engine.cache.clear()
+        handle = engine.submit(prompt, replace(GREEDY, max_tokens=200))
+        next(iter(handle))
+        engine.call(end)
+        assert handle.result().finish_reason == "cancelled" and State.settle is settle
+        engine.check()
+        assert engine.generate(prompt, GREEDY).tokens == expected

@@ -191,6 +191,37 @@ def test_no_memory_for_what_is_launched_ahead(family, late, monkeypatch):
     assert refused
 
 
+class NoneToTakeSomeOf(torch.Tensor):
+    """Tokens on a device that has no memory for some of them."""
+
+    refused = 0
+
+    def __getitem__(self, rows):
+        if isinstance(rows, list):
+            NoneToTakeSomeOf.refused += 1
+            raise torch.OutOfMemoryError("no memory")
+        return super().__getitem__(rows)
+
+
+def test_no_memory_for_the_tokens_of_those_who_go_on(monkeypatch):
+    """Others end with the step whose tokens are read."""
+    prompts, drawing = [random_tokens(VOCABULARY, 9, seed=at) for at in (1, 2)], flight.drawing
+    asked = [SamplingParams(max_tokens=most, temperature=0, ignore_eos=True) for most in (12, 30)]
+
+    def drawn(logits, sampling):
+        made = drawing(logits, sampling)
+        made.ids = made.ids.as_subclass(NoneToTakeSomeOf)
+        return made
+
+    with engine("qwen3_5", ahead=True) as made:
+        expected = [made.generate(prompt, params).tokens for prompt, params in zip(prompts, asked, strict=True)]
+        monkeypatch.setattr(flight, "drawing", drawn)
+        handles = [made.submit(prompt, params) for prompt, params in zip(prompts, asked, strict=True)]
+        assert [handle.result().tokens for handle in handles] == expected
+        made.check()
+    assert NoneToTakeSomeOf.refused
+
+
 def test_the_last_token_of_a_prompt_is_read_by_a_plain_step():
     """What is learnt of a prompt, and told of it, is when it has been read."""
     with engine("llama", ahead=True) as made:

@@ -197,6 +197,7 @@ class PrefixCache:
             state.adopt(_on_device(self.tree.match(key, symbols)))  # two that computed the same keep it once
 
     def _keep(self, state: State, salt: bytes, symbols: Symbols) -> None:
+        state.settle()  # or there may be no memory for it when the tree has grown by a node that is to hold something
         node = self.tree.grow(salt, symbols, self.clock())
         for each in node.path():
             have = each.copies[Tier.DEVICE]

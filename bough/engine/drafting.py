@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -117,21 +118,22 @@ class Drafting:
             return
         self.cache.tiers.lane.fence()
         try:
-            side.state = self._restored(sequence, side, resumed)
-        except PoolFull:
-            del self._sides[sequence]
+            self._restore(sequence, side, resumed)
+        except (PoolFull, torch.OutOfMemoryError):
+            self.park(sequence)
 
-    def _restored(self, sequence: Running, side: Side, resumed: int) -> State:
-        """The drafter's state for what the target resumes from, as far as its cache has it.
+    def _restore(self, sequence: Running, side: Side, resumed: int) -> None:
+        """Give the drafter a state for what the target resumes from, as far as its cache has it.
 
         One that reads tokens alone may be further.
         """
         assert self.drafter is not None and self.cache is not None
         state, lag = State(self.cache.pool), self.drafter.lag
+        side.state = state  # so that it goes with the side, whatever comes now
+        last = self.runner.last_row(sequence.state) if lag and resumed else None
         known = sequence.symbols[lag : lag + resumed + 1] if lag else sequence.symbols
         match = self.cache.acquire(known, sequence.salt)
         side.cuts = self.cache.points(match, sequence.request.boundaries, sequence.request.marks)
-        last = self.runner.last_row(sequence.state) if lag and resumed else None
         if match.resumable >= resumed - (last is not None) or not lag:
             self.cache.restore(match, state)
         else:  # there is a gap that no hidden rows are left to fill
@@ -141,15 +143,15 @@ class Drafting:
             side.told = state.length
         elif last is not None and (state.length < resumed or not side.whole):
             side.rows.append(last[None])
-        return state
 
     def end(self, sequence: Running) -> None:
         """The sequence gives its state back; so does the drafter, whose cache keeps what is whole."""
         side = self._sides.get(sequence)
         if side is None:
             return
-        if side.state is not None and self._tell([sequence]):
-            self._keep(sequence, side, ended=True)
+        with suppress(torch.OutOfMemoryError):  # as with the target's state, less is kept then
+            if side.state is not None and self._tell([sequence]):
+                self._keep(sequence, side, ended=True)
         self.park(sequence)
 
     def _keep(self, sequence: Running, side: Side, *, ended: bool) -> None:

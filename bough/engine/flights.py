@@ -82,8 +82,8 @@ class Flights:
         others = [flight.sequences[row] for row in going_on]
         alone = set(self._running) <= set(flight.sequences)
         if others and alone and not self._ground.budget.is_short and self._can_fly(others):
-            chosen = flight.drawn.ids if len(others) == len(flight.sequences) else flight.drawn.ids[going_on]
             try:
+                chosen = flight.drawn.ids if len(others) == len(flight.sequences) else flight.drawn.ids[going_on]
                 self._ground.fence()
                 self._air = launch(self.runner, others, chosen)
             except PoolFull:

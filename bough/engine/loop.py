@@ -219,9 +219,9 @@ class Loop:
             return
         roomy = self.budget.has_room_for(len(rows) * (1 + DEEPEST)) and not self._short_of_memory
         drafts = self.drafting.drafts(writing, len(rows)) if roomy else {}
+        self._fed += sum(map(len, drafts.values()))
         if alone and drafts and self.flights.take_off_with(writing, drafts, began):
             return
-        self._fed += sum(map(len, drafts.values()))
         hidden, logits, opened = self._forward(rows, choosing, drafts)
         accepted = self._choose(choosing, logits, drafts, opened)
         seconds, start = time.perf_counter() - began, 0

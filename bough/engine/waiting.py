@@ -84,6 +84,8 @@ class Waiting:
             try:
                 resumable = self._is_resumable(sequence, running)
             except Exception as error:  # noqa: BLE001 (it is told, and others start)
+                self.drafting.park(sequence)
+                sequence.release()  # at once: another may start in its place
                 failed.append((sequence, error))
                 continue
             if resumable:
