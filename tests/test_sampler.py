@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bough.config import SamplingParams
-from bough.engine import sampler
-from bough.engine.sampler import Biases, RowSampling, TokenCounts, gumbel, resolve_seed, sample
+from bough.engine import noise, sampler
+from bough.engine.noise import gumbel
+from bough.engine.sampler import Biases, RowSampling, TokenCounts, resolve_seed, sample
 from bough.errors import BadLogits, BoughError
 
 MASK = 0xFFFFFFFF
@@ -74,14 +75,14 @@ def uniforms(seeds: list[int], indices: list[int], count: int) -> Tensor:
 @settings(max_examples=100)
 def test_noise_is_the_stated_function_of_seed_index_and_token(seed: int, index: int, tokens: list[int]) -> None:
     found = gumbel([seed], [index], torch.tensor([tokens], dtype=torch.int32))[0].tolist()
-    for token, noise in zip(tokens, found, strict=True):
+    for token, drawn in zip(tokens, found, strict=True):
         # As signed 32-bit numbers, counted from the lowest.
         uniform = ((oracle_bits(seed, index, token) + 2**31 & MASK) + 0.5) / 2**32
-        assert noise == pytest.approx(-math.log(-math.log(uniform)), rel=1e-6, abs=1e-6)
+        assert drawn == pytest.approx(-math.log(-math.log(uniform)), rel=1e-6, abs=1e-6)
 
 
 def test_noise_is_finite_at_both_ends() -> None:
-    low, high = sampler._to_gumbel(torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32)).tolist()
+    low, high = noise._to_gumbel(torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32)).tolist()
     assert low == pytest.approx(-math.log(33 * math.log(2)), abs=1e-5)
     assert high == pytest.approx(33 * math.log(2), abs=1e-5)
 

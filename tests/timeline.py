@@ -21,8 +21,8 @@ from test_mechanism_families import FAMILIES, SMALL
 from bough import CacheConfig, Engine, SamplingParams
 from bough.cache.tree import Tier
 from bough.engine.load import Loaded
+from bough.engine.noise import gumbel
 from bough.engine.request import Handle, Output
-from bough.engine.sampler import gumbel
 from bough.models.load import load_model
 from bough.state import capacity
 from bough.state.layout import Layout

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from bough.config import SamplingParams
+from bough.engine.noise import gumbel
 from bough.errors import BadLogits
 from bough.ops import largest
 from bough.ops.sent import sent
@@ -233,23 +234,6 @@ def draw(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:
     return ids, scores
 
 
-def gumbel(seeds: Sequence[int], indices: Sequence[int], ids: Tensor) -> Tensor:
-    """Noise for token ids [R, N] or [1, N] (int32), row r of it at token index indices[r] under seeds[r]: [R, N]."""
-    keys = [_key(seed, index) for seed, index in zip(seeds, indices, strict=True)]
-    low = _send([_signed(key) for key in keys], torch.int32, ids.device)[:, None]
-    high = _send([_signed(key >> 32) for key in keys], torch.int32, ids.device)[:, None]
-    return _to_gumbel(_mix32_(_mix32_(ids * _signed(0x9E3779B1) + low).add_(high)))
-
-
-def _to_gumbel(bits: Tensor) -> Tensor:
-    """-log(-log(u)) in float32 of the u in (0, 1) that 32 random bits stand for.
-
-    Computed in float64: what the logarithms of different devices disagree on is rounded away.
-    """
-    uniform = bits.double().add_(2.0**31 + 0.5).mul_(2.0**-32)  # half a step off 0 and 1
-    return uniform.log_().neg_().log_().neg_().float()
-
-
 def _draw_noisy(logits: Tensor, best: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:
     """Draw from float32 logits [R, V] whose maxima are best [R]: tokens and their scores."""
     params = [row.params for row in rows]
@@ -378,32 +362,6 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
 
 def _penalises(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-
-def _key(seed: int, index: int) -> int:
-    """64 bits for one token of one request."""
-    step = 0x9E3779B97F4A7C15
-    return _mix64(_mix64(seed + step) + index * step)
-
-
-def _mix64(x: int) -> int:
-    """Scramble 64 bits, one to one."""
-    x &= 0xFFFFFFFFFFFFFFFF
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return x ^ (x >> 31)
-
-
-def _mix32_(x: Tensor) -> Tensor:
-    """Scramble 32 bits in place, one to one. Products wrap around; >> copies the sign, so its copies are masked."""
-    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_signed(0x7FEB352D))
-    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(0x846CA68B))
-    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
-
-
-def _signed(x: int) -> int:
-    """The low 32 bits of x as an int32."""
-    return ((x + 0x80000000) & 0xFFFFFFFF) - 0x80000000
 
 
 def _pieces(which: list[int], vocabulary: int) -> list[list[int]]:
