@@ -266,7 +266,7 @@ def test_what_went_back_is_lent_in_the_order_it_lies_in():
         pages.release(first[0][each : each + 1])
     slots.release(first[1])
     pool.check()
-    assert pool._free_slabs == sorted(pool._free_slabs)
+    assert pool._free_slabs == sorted(pool._free_slabs, reverse=True)
     again = pool.take([most, 3])
     own = pages.scratch // pages.unit.per_slab
     rest = again[0][again[0] // pages.unit.per_slab != own]  # of slabs that were empty

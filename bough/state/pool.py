@@ -52,7 +52,7 @@ class Arena:
     """Memory in slabs, and the pools that share it."""
 
     data: torch.Tensor  # uint8
-    free: list[int]  # slabs, in order
+    free: list[int]  # slabs, from the last to the first
     pools: "list[Pool]" = field(default_factory=list)
 
 
@@ -75,7 +75,7 @@ class Pool:
             self._expect_enough(nbytes)
             data = torch.empty(self.slabs * layout.slab_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
             self.device = data.device  # with its index, where it has one
-            self.arena = Arena(data, list(range(self.slabs)))
+            self.arena = Arena(data, list(range(self.slabs - 1, -1, -1)))
         else:
             assert layout.slab_bytes == beside.layout.slab_bytes, "layouts of one arena are made together"
             self.slabs, self.device, self.arena = beside.slabs, beside.device, beside.arena

@@ -5,6 +5,7 @@ A store knows nothing of who refers to its entries; the pool (pool.py) does.
 
 from bisect import insort
 from collections.abc import Iterator
+from operator import neg
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ class Store:
         self.used = 0  # entries
         self.slabs = 0  # those this unit owns
         self._unused: dict[int, list[int]] = {}  # by slab that is partly used: its other entries
-        self._free_slabs = free_slabs  # in order, shared by all stores: pages take the first, slots the last
+        self._free_slabs = free_slabs  # from the last to the first, shared by all stores
         self.scratch = int(self.take(1)[0])
 
     def _part(self, field: Field) -> torch.Tensor:
@@ -80,7 +81,7 @@ class Store:
         taken: list[int] = []
         while len(taken) < count:
             if not self._unused:
-                slab = self._free_slabs.pop(0 if self.unit.is_page else -1)
+                slab = self._free_slabs.pop(-1 if self.unit.is_page else 0)  # pages in front, slots at the back
                 first = slab * self.unit.per_slab
                 self._unused[slab] = list(range(first + self.unit.per_slab - 1, first - 1, -1))
                 self.slabs += 1
@@ -117,7 +118,7 @@ class Store:
             unused.append(entry)
             if len(unused) == self.unit.per_slab:
                 del self._unused[slab]
-                insort(self._free_slabs, slab)
+                insort(self._free_slabs, slab, key=neg)
                 self.slabs -= 1
 
     def copy(self, source: Ids, target: Ids) -> None:
@@ -155,7 +156,7 @@ class Store:
             where[moving] = there
             self.used -= len(moving)
             self.slabs -= 1
-            insort(self._free_slabs, slab)
+            insort(self._free_slabs, slab, key=neg)
         return where
 
     def check(self, held: NDArray[np.int32]) -> set[int]:
