@@ -104,6 +104,29 @@ def test_lru_gives_up_what_was_used_longest_ago():
     assert gone == [3, 1, 4, 2]
 
 
+@pytest.mark.parametrize("point", [0.0, 5.0])
+@pytest.mark.parametrize("policy", ["lru", "value"])
+def test_a_turn_judges_few_nodes_however_long_the_talk_is(policy, point, monkeypatch):
+    cache, stake, judged, counts = Cache(policy, 1e9, point), Index.stake, [], []
+    index, tree = cache.index, cache.tree
+
+    def counted(self, node, tier):
+        judged.append(node)
+        return stake(self, node, tier)
+
+    monkeypatch.setattr(Index, "stake", counted)
+    for turn in range(1, 101):
+        symbols = as_symbols(list(range(3 * turn)))
+        node = tree.grow(b"", symbols, float(turn))
+        tree.put(node, Tier.DEVICE, Held(True))
+        judged.clear()
+        path = node.path()
+        index.finished(index.used(path, float(turn), symbols, resumed=node.start), 0, path, float(turn))
+        counts.append(len(judged))
+    assert len(path) == 100 and max(counts[-10:]) <= 2 * max(counts[:20]) < 100
+    index.check(tree.walk())
+
+
 @pytest.mark.parametrize("policy", ["lru", "value"])
 def test_what_nothing_can_resume_from_goes_first(policy):
     cache = Cache(policy, budget=1e9, point=5)

@@ -23,7 +23,7 @@ def test_order_is_that_of_sorting_all_anew(steps):
                 found.drop(thing)
                 entries.pop(thing, None)
             found.check()
-            expected = [(entries[each][0], each) for each in sorted(entries, key=entries.__getitem__)]
+            expected = [(*entries[each][:2], each) for each in sorted(entries, key=entries.__getitem__)]
             assert [found.at(place) for place in range(len(entries) + 1)] == [*expected, None]
             assert len(found) == len(entries) and (thing in found) is (thing in entries)
 
@@ -32,7 +32,7 @@ def test_equals_stand_in_order_of_time_then_of_coming():
     found = Ranks[str]()
     for thing, worth, time in [("a", 1, 5), ("b", 1, 3), ("c", 0, 9), ("d", 1, 3), ("b", 1, 3)]:
         found.put(thing, worth, time)
-    assert [found.at(place) for place in range(4)] == [(0, "c"), (1, "d"), (1, "b"), (1, "a")]
+    assert [found.at(place) for place in range(4)] == [(0, 9, "c"), (1, 3, "d"), (1, 3, "b"), (1, 5, "a")]
 
 
 def test_many_come_and_go():
@@ -40,7 +40,7 @@ def test_many_come_and_go():
     for each in range(5000):
         found.put(each, each * 7919 % 5000)
     found.check()
-    assert found.at(0) == (0, 0) and found.at(4999)[0] == 4999
+    assert found.at(0) == (0, 0, 0) and found.at(4999)[0] == 4999
     for each in range(0, 5000, 2):
         found.drop(each)
     found.check()

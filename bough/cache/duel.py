@@ -51,7 +51,7 @@ class Ghost:
             least = self._ranks.at(0) if self.held > room else None
             if least is None:
                 return
-            worth, use = least
+            worth, _, use = least
             if self._worth(use, self._weights[use]) - worth > SLACK * abs(worth):
                 self.changed(use)
             else:

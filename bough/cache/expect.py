@@ -54,16 +54,24 @@ class Recent:
         return Use(Kind.OWN, now, len(symbols))
 
     def passed(self, use: Use, path: Sequence[Node], now: float, end: int, resumed: int) -> list[Node]:
-        """A request took these nodes up to a length, and went on from another; the nodes to judge anew."""
+        """A request took these nodes up to a length, and went on from another; the nodes to judge anew.
+
+        A path may be long, and the worth of most of its nodes stays what it was, or rises: then it is corrected when
+        they turn out to be least.
+        """
         nodes = [node for node in path if node.end <= end]
         for node in nodes:
             self._touch(node, use, now)
             if node.end == resumed or node is nodes[-1]:
                 facts_of(node).resumed = now
-        return nodes
+        return [node for node in nodes if facts_of(node).resumed == now]
 
-    def left(self) -> list[Node]:
-        """Nodes that wait for something else since the last request."""
+    def left(self, use: Use) -> list[Node]:
+        """Nodes that wait for something else since this request went on from another, and not for it."""
+        return []
+
+    def judged_by(self, use: Use) -> list[Node]:
+        """The nodes that are worth what is expected of a use."""
         return []
 
     def finished(self, use: Use, made: int) -> None:
@@ -80,11 +88,7 @@ class Recent:
         node.facts = None
 
     def rate(self, node: Node) -> float:
-        """Uses to be expected per second, if anything is."""
-        return 0.0
-
-    def point_rate(self, node: Node) -> float:
-        """The same of its resume point."""
+        """Uses to be expected per second, if anything is: of the node, or of its resume point."""
         return 0.0
 
     def check(self, nodes: Iterable[Node]) -> None:
@@ -102,6 +106,7 @@ class Learned(Recent):
     """Uses per second, as far as experience goes, and whether the time of the last use does better."""
 
     def __init__(self, point: float) -> None:
+        """A resume point weighs as much as the K and V of so many symbols; 0: any length can be resumed."""
         self.recency = False
         self._point = point
         self._duel = Duel(self._worth)
@@ -110,7 +115,6 @@ class Learned(Recent):
         self._due: list[tuple[float, int, Use]] = []
         self._order = count()
         self._now = 0.0
-        self._moved: dict[Node, None] = {}  # nodes that wait for something else now
 
     def full(self, symbols: float) -> None:
         self._duel.fit(symbols)
@@ -130,7 +134,7 @@ class Learned(Recent):
             before.kind, before.since = Kind.LEFT, now
             before.followers += 1
             self._wait(before)
-            self._moved.update(before.nodes)
+            use.after = before
         use.base = resumed if before is None else before.base
         self._recall.keep(salt, lengths, prints, use)
         self._wait(use)
@@ -138,24 +142,31 @@ class Learned(Recent):
         return use
 
     def passed(self, use: Use, path: Sequence[Node], now: float, end: int, resumed: int) -> list[Node]:
-        nodes = [node for node in path if node.end <= end]
+        nodes, changed = [node for node in path if node.end <= end], list[Node]()
         for node in nodes:
+            self.know(node)
+            facts = facts_of(node)
+            before = self._judge(facts), facts.resumed
             self._pass(node, use, now)
             if node.end == resumed:
                 self._resume(node, use, now)
-            facts = facts_of(node)
             if node is nodes[-1]:
                 self._resume(node, use, now)
             elif node.resumes and (facts.point is None or facts.point is use):
                 kind = Kind.SHARED if facts.use.kind is Kind.SHARED else Kind.INSIDE
                 self._aim(node, self._wait(Use(kind, now, node.end)))
+            if before != (self._judge(facts), facts.resumed) and self._counts(node):
+                changed.append(node)
         if nodes and nodes[-1].end > use.length and use.kind is Kind.OWN:
             self._duel.kept(use, nodes[-1].end - use.base + self._point)
-        return nodes
+        return changed
 
-    def left(self) -> list[Node]:
-        left, self._moved = self._moved, {}
-        return [node for node in left if node.facts is not None]
+    def left(self, use: Use) -> list[Node]:
+        before, use.after = use.after, None
+        return [] if before is None else self.judged_by(before)
+
+    def judged_by(self, use: Use) -> list[Node]:
+        return [node for node in use.nodes if self._judge(facts_of(node)) is use and self._counts(node)]
 
     def finished(self, use: Use, made: int) -> None:
         use.made = made
@@ -177,7 +188,7 @@ class Learned(Recent):
                 continue
             self._outlive(use, use.bin + 1 if use.waiting else max(use.bin + 1, bin_of(self._now - use.since)))
             self._duel.changed(use)
-            nodes += use.nodes
+            nodes += self.judged_by(use)
         return nodes
 
     def know(self, node: Node) -> None:
@@ -202,11 +213,7 @@ class Learned(Recent):
                 self._let_go(node, use)
 
     def rate(self, node: Node) -> float:
-        return self._model.rate(facts_of(node).use)
-
-    def point_rate(self, node: Node) -> float:
-        facts = facts_of(node)
-        return self._model.rate(facts.point or facts.use)
+        return self._model.rate(self._judge(facts_of(node)))
 
     def check(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
@@ -216,6 +223,14 @@ class Learned(Recent):
 
     def _worth(self, use: Use, weight: float) -> float:
         return self._model.rate(use) * (weight - self._point) / weight if weight else 0.0
+
+    def _judge(self, facts: Facts) -> Use:
+        """The use that what can be evicted of a node is judged by: of its resume point, where it has one."""
+        return facts.point or facts.use if self._point else facts.use
+
+    def _counts(self, node: Node) -> bool:
+        """Whether something could be evicted of it: without resume points, of leafs alone."""
+        return self._point > 0 or node.is_leaf(0)
 
     # Uses.
 

@@ -81,6 +81,11 @@ class Order:
         else:
             self.tiers[tier].put(node, self.judge(stake), node.used)
 
+    def is_stale(self, node: Node, stake: Stake, worth: float, time: float) -> bool:
+        """Whether it is worth more by now than where it stands, or was used later than what is worth the same."""
+        by_now = self.judge(stake)
+        return by_now - worth > self.slack * abs(worth) if self.slack else (by_now, node.used) > (worth, time)
+
 
 class Index:
     """All that may be evicted, least worthy first."""
@@ -107,14 +112,14 @@ class Index:
         self.advance(now, self._expect.share)
         use = self._expect.used(now, symbols, salt, resumed)
         self._rejudge(self._expect.passed(use, path, now, len(symbols), resumed), self._orders)
-        self._rejudge(self._expect.left(), (self._learned,))
+        self._rejudge(self._expect.left(use), (self._learned,))
         return use
 
     def finished(self, use: Use, made: int, path: Sequence[Node] = (), now: float = 0.0) -> None:
         """The reply to it has so many symbols; the nodes on its path with these, if they were kept."""
         self._expect.finished(use, made)
         self._rejudge(self._expect.passed(use, path, now, use.length + made, 0), self._orders)
-        self._rejudge(use.nodes, (self._learned,))
+        self._rejudge(self._expect.judged_by(use), (self._learned,))
 
     # What the tree tells.
 
@@ -124,6 +129,9 @@ class Index:
         facts, size = facts_of(node), len(node.symbols) + self._point * node.resumes
         self._held += size - facts.size
         facts.size = size
+        for tier, copy in enumerate(node.copies):
+            for order in self._orders if copy is None else ():
+                order.enter(node, tier, None)
         self._rejudge((node,), self._orders)
 
     def removed(self, node: Node) -> None:
@@ -143,9 +151,9 @@ class Index:
         order = self._order
         ranks, place, corrected = order.tiers[tier], 0, 0
         while (entry := ranks.at(place)) is not None:
-            worth, node = entry
+            worth, time, node = entry
             stake = self.stake(node, tier)
-            if stake is None or (corrected < PATIENCE and order.judge(stake) - worth > order.slack * abs(worth)):
+            if stake is None or (corrected < PATIENCE and order.is_stale(node, stake, worth, time)):
                 order.enter(node, tier, stake)
                 corrected += 1
             elif frees(node, stake.move):
@@ -171,7 +179,7 @@ class Index:
             return Stake(Move.LEAF, 0.0, edge, 0.0, last) if leaf else None
         saved, alone = above(node, tier)
         move, freed = (Move.LEAF, point + alone) if leaf else (Move.POINT, point)
-        return Stake(move, saved, freed, self._expect.point_rate(node), facts_of(node).resumed)
+        return Stake(move, saved, freed, self._expect.rate(node), facts_of(node).resumed)
 
     def worth(self, node: Node, tier: int) -> float | None:
         """Of keeping what could be evicted of a node on a tier."""
@@ -181,10 +189,11 @@ class Index:
     def _rejudge(self, nodes: Iterable[Node], orders: Sequence[Order]) -> None:
         """Something else depends on these nodes; to the time of their last use only what happens to them counts."""
         for node in nodes:
-            for tier in range(NOWHERE):
-                stake = self.stake(node, tier)
-                for order in orders:
-                    order.enter(node, tier, stake)
+            for tier, copy in enumerate(node.copies):
+                if copy is not None:
+                    stake = self.stake(node, tier)
+                    for order in orders:
+                        order.enter(node, tier, stake)
 
     def check(self, nodes: Iterable[Node]) -> None:
         """That these, all nodes of a tree, are what it knows."""

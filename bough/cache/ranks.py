@@ -2,7 +2,7 @@
 
     ranks = Ranks[Node]()
     ranks.put(node, 0.5)          # or put it elsewhere, if it is there
-    ranks.at(0)                   # (0.5, node), the least; at(1) is the next
+    ranks.at(0)                   # (0.5, 0.0, node), the least; at(1) is the next
     ranks.drop(node)
 
 A heap would need either entries that no longer hold, and a day on which they are cleared away, or a search for those
@@ -64,12 +64,12 @@ class Ranks(Generic[T]):
         else:
             del self._blocks[at], self._firsts[at]
 
-    def at(self, place: int) -> tuple[float, T] | None:
-        """What stands at a place, counted from the least, and its worth; None beyond the last."""
+    def at(self, place: int) -> tuple[float, float, T] | None:
+        """What stands at a place, counted from the least, after its worth and its time; None beyond the last."""
         for block in self._blocks:
             if place < len(block):
-                worth, _, _, thing = block[place]
-                return worth, thing
+                worth, time, _, thing = block[place]
+                return worth, time, thing
             place -= len(block)
         return None
 
