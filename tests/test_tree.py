@@ -252,25 +252,30 @@ def test_common():
         assert common(np.array(a, np.int32), np.array(b, np.int32)) == same
 
 
-def test_a_match_costs_what_the_prompt_is_long(monkeypatch):
-    """However many siblings there are, a match compares the prompt once."""
-    from bough.cache import tree as module
+class Counted(np.ndarray):
+    """An edge that tells when it is compared."""
 
+    compared: list[int] = []  # noqa: RUF012 (all of them tell here)
+
+    def tobytes(self):
+        self.compared.append(len(self))
+        return super().tobytes()
+
+
+@pytest.mark.parametrize(("further", "matched"), [((1, 2, 9), 4), ((1, 9, 9), 3), ((), 2)])
+def test_a_match_costs_what_the_prompt_is_long(further, matched):
+    """However many siblings there are, a match compares the prompt once."""
     tree, opened = Tree(), set()
     for first in range(2000):
         node = tree.grow(b"", (7, first, 1, 2), now=0.0)
         for each in node.path():
             if each.best == NOWHERE:
                 tree.put(each, Tier.DISK, Fake(path_of(each), each.start, False, opened))
-    compared: list[int] = []
-
-    def counted(a, b):
-        compared.append(min(len(a), len(b)))
-        return common(a, b)
-
-    monkeypatch.setattr(module, "common", counted)
-    assert tree.match(b"", (7, 1234, 1, 2, 9, 9, 9)).matched == 4
-    assert sum(compared) == 4
+    for node in tree.walk():
+        node.symbols = node.symbols.view(Counted)
+    Counted.compared.clear()
+    assert tree.match(b"", (7, 1234, *further)).matched == matched
+    assert sum(Counted.compared) == 4
 
 
 def test_wrong_use_is_caught():

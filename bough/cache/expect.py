@@ -145,14 +145,16 @@ class Learned(Recent):
         nodes, changed = [node for node in path if node.end <= end], list[Node]()
         for node in nodes:
             self.know(node)
-            facts = facts_of(node)
+            facts, is_last = facts_of(node), node is nodes[-1]
+            if facts.passed is use and facts.point not in (None, use) and not is_last and node.end != resumed:
+                continue  # as the prompt has left it
             before = self._judge(facts), facts.resumed
             self._pass(node, use, now)
             if node.end == resumed:
                 self._resume(node, use, now)
-            if node is nodes[-1]:
+            if is_last:
                 self._resume(node, use, now)
-            elif node.resumes and (facts.point is None or facts.point is use):
+            elif (facts.point is None or facts.point is use) and node.resumes:
                 kind = Kind.SHARED if facts.use.kind is Kind.SHARED else Kind.INSIDE
                 self._aim(node, self._wait(Use(kind, now, node.end)))
             if before != (self._judge(facts), facts.resumed) and self._counts(node):

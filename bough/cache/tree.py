@@ -167,16 +167,17 @@ class Tree:
         """The longest path that the symbols begin with."""
         wanted = as_symbols(symbols)
         node: Node | None = self.roots.get(salt)
-        at, nodes = 0, list[Node]()
-        while node is not None and at < len(wanted):
-            node = node.children.get(int(wanted[at]))
+        at, end, nodes, given = 0, len(wanted), list[Node](), wanted.tobytes()
+        while node is not None and at < end:
+            node = node.children.get(wanted.item(at))
             if node is None:
                 break
             nodes.append(node)
-            shared = common(node.symbols, wanted[at : at + len(node.symbols)])
-            at += shared
-            if shared < len(node.symbols):
+            edge = node.symbols.tobytes()  # a path may be long: to compare bytes is the least that an edge takes
+            if given[4 * at : 4 * at + len(edge)] != edge:
+                at += common(node.symbols, wanted[at:])
                 break
+            at += len(edge) // 4
         return Walk(nodes, at)
 
     def grow(self, salt: bytes, symbols: Sequence[int] | Symbols, now: float) -> Node:

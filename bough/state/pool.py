@@ -224,8 +224,8 @@ class Pool:
         first, last = self.layout.pages(start, length)
         ids = np.full(last - first, -1, np.int64)
         for run, end in sources:
-            part = run.part(first, last if end >= length else end // self.layout.page_tokens)
-            ids[part.first - first : part.end - first] = part.ids
+            low, high = run.clip(first, last if end >= length else end // self.layout.page_tokens)
+            ids[low - first : high - first] = run.ids[low - run.first : high - run.first]
         return None if (ids < 0).any() else Run(first, ids)
 
     @property

@@ -35,10 +35,14 @@ class Run:
             self._entries = slice(start, start + count) if in_a_row else self.ids
         return self._entries
 
+    def clip(self, first: int, end: int) -> tuple[int, int]:
+        """The numbers [low, high) of its pages that are among [first, end)."""
+        low = min(max(first, self.first), self.end)
+        return low, max(low, min(end, self.end))
+
     def part(self, first: int, end: int) -> "Run":
         """Those of its pages that are numbered [first, end)."""
-        low = min(max(first, self.first), self.end)
-        high = max(low, min(end, self.end))
+        low, high = self.clip(first, end)
         return Run(low, self.ids[low - self.first : high - self.first])
 
     def moved(self, where: Ids) -> "Run":
