@@ -49,9 +49,9 @@ class Recent:
     def full(self, symbols: float) -> None:
         """So much is held, and something has to go."""
 
-    def used(self, now: float, symbols: Symbols, salt: bytes, resumed: int) -> Use:
-        """A request: something that may come back."""
-        return Use(Kind.OWN, now, len(symbols))
+    def used(self, now: float, symbols: Symbols, salt: bytes, resumed: int) -> tuple[Use, Use | None]:
+        """A request, as something that may come back; and the one that it goes on from, if that is known."""
+        return Use(Kind.OWN, now, len(symbols)), None
 
     def passed(self, use: Use, path: Sequence[Node], now: float, end: int, resumed: int) -> list[Node]:
         """A request took these nodes up to a length, and went on from another; the nodes to judge anew.
@@ -65,10 +65,6 @@ class Recent:
             if node.end == resumed or node is nodes[-1]:
                 facts_of(node).resumed = now
         return [node for node in nodes if facts_of(node).resumed == now]
-
-    def left(self, use: Use) -> list[Node]:
-        """Nodes that wait for something else since this request went on from another, and not for it."""
-        return []
 
     def judged_by(self, use: Use) -> list[Node]:
         """The nodes that are worth what is expected of a use."""
@@ -120,8 +116,8 @@ class Learned(Recent):
         self._duel.fit(symbols)
         self.recency = self._duel.recency
 
-    def used(self, now: float, symbols: Symbols, salt: bytes, resumed: int) -> Use:
-        """The use that a request is, with what is known of the conversation that it goes on with."""
+    def used(self, now: float, symbols: Symbols, salt: bytes, resumed: int) -> tuple[Use, Use | None]:
+        """With what is known of the conversation that it goes on with."""
         self.share = SLICE
         use = Use(Kind.OWN, now, len(symbols))
         lengths, prints = self._recall.prints(symbols)
@@ -134,12 +130,11 @@ class Learned(Recent):
             before.kind, before.since = Kind.LEFT, now
             before.followers += 1
             self._wait(before)
-            use.after = before
         use.base = resumed if before is None else before.base
         self._recall.keep(salt, lengths, prints, use)
         self._wait(use)
         self._duel.kept(use, max(0, use.length - use.base) + self._point)
-        return use
+        return use, before
 
     def passed(self, use: Use, path: Sequence[Node], now: float, end: int, resumed: int) -> list[Node]:
         nodes, changed = [node for node in path if node.end <= end], list[Node]()
@@ -162,10 +157,6 @@ class Learned(Recent):
         if nodes and nodes[-1].end > use.length and use.kind is Kind.OWN:
             self._duel.kept(use, nodes[-1].end - use.base + self._point)
         return changed
-
-    def left(self, use: Use) -> list[Node]:
-        before, use.after = use.after, None
-        return [] if before is None else self.judged_by(before)
 
     def judged_by(self, use: Use) -> list[Node]:
         return [node for node in use.nodes if self._judge(facts_of(node)) is use and self._counts(node)]

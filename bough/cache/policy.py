@@ -110,9 +110,10 @@ class Index:
     def used(self, path: Sequence[Node], now: float, symbols: Symbols, *, salt: bytes = b"", resumed: int = 0) -> Use:
         """A prompt was read, from the length `resumed` on; the nodes on its path, as far as they were kept."""
         self.advance(now, self._expect.share)
-        use = self._expect.used(now, symbols, salt, resumed)
+        use, before = self._expect.used(now, symbols, salt, resumed)
         self._rejudge(self._expect.passed(use, path, now, len(symbols), resumed), self._orders)
-        self._rejudge(self._expect.left(use), (self._learned,))
+        if before is not None:  # whose nodes are waited for by whoever returns to it, but for those that were passed
+            self._rejudge(self._expect.judged_by(before), (self._learned,))
         return use
 
     def finished(self, use: Use, made: int, path: Sequence[Node] = (), now: float = 0.0) -> None:
@@ -130,8 +131,9 @@ class Index:
         self._held += size - facts.size
         facts.size = size
         for tier, copy in enumerate(node.copies):
-            for order in self._orders if copy is None else ():
-                order.enter(node, tier, None)
+            if copy is None:
+                for order in self._orders:
+                    order.enter(node, tier, None)
         self._rejudge((node,), self._orders)
 
     def removed(self, node: Node) -> None:

@@ -71,8 +71,8 @@ class Use:
     """A request, or a pass over a shared prefix: something that may come back."""
 
     __slots__ = (
-        "after", "base", "began", "bin", "drawn", "followers", "fresh", "gap", "gap_before", "kind", "length", "made",
-        "nodes", "profile", "rates", "since", "talk", "turn", "unmade", "waiting",
+        "base", "began", "bin", "drawn", "followers", "fresh", "gap", "gap_before", "kind", "length", "made", "nodes",
+        "profile", "rates", "since", "talk", "turn", "unmade", "waiting",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, now: float, length: int) -> None:
@@ -83,7 +83,6 @@ class Use:
         self.talk: object = self  # the same for all requests of a conversation; None where it is not known
         self.base = 0  # how much of it the first request of its conversation shared with others
         self.followers = 0  # requests that went on from it
-        self.after: Use | None = None  # which it goes on from, until that is told
         self.waiting = True  # has not come back, and it would be seen if it did
         self.bin = 0  # that its age is in
         self.profile: Profile | None = None
