@@ -13,9 +13,12 @@ from contextlib import closing, suppress
 from itertools import pairwise
 
 import pytest
+from rich.console import Console
+from rich.live import Live
 
 from bough import Engine, SamplingParams
 from bough.cli import talk as talking
+from bough.cli import terminal as shown
 from bough.cli.talk import COMMANDS, Lines, Talk, along, append_history, history_path, load_history, parse
 from bough.errors import BoughError
 
@@ -303,6 +306,23 @@ def test_keys_at_a_terminal(hybrid_folder, home):
         terminal.type("/exit\r")
         assert terminal.leave() == 0
     assert load_history() == ["of the last run", "the fox", "old\nbear", "/chats", "/fork", "of the last run!", "/exit"]
+
+
+def test_ctrl_c_while_a_bar_starts_ends_it(monkeypatch):
+    refresh, stdout, interrupts = Live.refresh, sys.stdout, [KeyboardInterrupt]
+
+    def interrupted(self):
+        if interrupts:
+            raise interrupts.pop()
+        refresh(self)
+
+    monkeypatch.setattr(Live, "refresh", interrupted)
+    monkeypatch.setattr(shown, "notes", Console(file=io.StringIO(), force_terminal=True))
+    with pytest.raises(KeyboardInterrupt), shown.bar("reading"):
+        pass
+    assert sys.stdout is stdout and not interrupts
+    with shown.bar("reading") as advance:
+        advance(1, 2)
 
 
 @needs_readline

@@ -55,9 +55,13 @@ def bar(what: str) -> Iterator[Callable[[int, int], None]]:
 def stages(what: str) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar for one thing after another."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as progress:
+    progress = Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal)
+    try:
+        progress.start()
         task = progress.add_task(escape(what), total=None)
         yield lambda now, done, total: progress.update(task, description=escape(now), completed=done, total=total)
+    finally:
+        progress.stop()  # also where Ctrl-C came while it started: it would go on, and stdout would stay its own
 
 
 def parse_bytes(text: str) -> int:
