@@ -36,9 +36,12 @@ typedef unsigned short u16;
 
 struct uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct dim3 { u32 x = 0, y = 0, z = 0; };
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 template <typename To, typename From>
@@ -52,6 +55,7 @@ inline float __uint_as_float(u32 x) { return as<float>(x); }
 inline u32 __float_as_uint(float x) { return as<u32>(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 using std::min;
 
 namespace host {
@@ -287,9 +291,14 @@ Many shared_at(u32 at) {
     return x;
 }
 
+template <typename Many>
+void to_shared(u32 at, Many x) {
+    memcpy(host::place(*host::now->block, at, sizeof x, sizeof x), &x, sizeof x);
+}
+
 // Copies by the unit for them, and barriers.
 
-struct alignas(64) Map { u64 at, width, height, stride; u32 box_width, box_height; char rest[88]; };
+struct alignas(64) Map { u64 at, strides[4]; u32 sizes[5], box[5], dims, bytes; char rest[40]; };
 
 inline host::Barrier& barrier_at(host::Block& block, u32 at) {
     host::place(block, at, 8, 8);
@@ -318,32 +327,48 @@ inline void wait(u32 at, u32 phase) {
     host::until([&] { return barrier.phase != phase; });
 }
 inline u32 swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }
-inline void fetch_to(host::Block& block, u32 to, const Map* from, int input, int row, u32 at) {
+inline void fetch_to(host::Block& block, u32 to, const Map* from, std::vector<int> first, u32 at) {
     const Map map = *from;
-    const u32 line = map.box_width * 2;
+    const u32 line = map.box[0] * map.bytes;
+    u32 lines = 1;
+    for (u32 dim = 1; dim < map.dims; ++dim) lines *= map.box[dim];
     host::expect_that(line == 128 && to % 1024 == 0, "a box lies askew");
-    host::place(block, to, line * map.box_height, 1024);
-    for (u32 y = 0; y < map.box_height; ++y)
-        if (row + y < map.height)
-            host::expect_in_range((u16*)(map.at + (row + y) * map.stride) + input, 2 * min<u64>(map.box_width, map.width - input));
+    host::place(block, to, line * lines, 1024);
+    // Where a line begins that is so many behind the first of a box; null: outside.
+    auto begin = [=](u32 behind) {
+        const uint8_t* where = (const uint8_t*)map.at;
+        for (u32 dim = 1; dim < map.dims; behind /= map.box[dim++]) {
+            const i64 here = first[dim] + behind % map.box[dim];
+            if (here < 0 || here >= map.sizes[dim]) return (const uint8_t*)nullptr;
+            where += here * map.strides[dim - 1];
+        }
+        return where;
+    };
+    const i64 width = std::min<i64>(map.box[0], (i64)map.sizes[0] - first[0]);
+    for (u32 y = 0; y < lines; ++y)
+        if (const uint8_t* where = begin(y)) host::expect_in_range(where + (u64)first[0] * map.bytes, width * map.bytes);
     host::Barrier* barrier = &barrier_at(block, at);
     host::later(block, [=, &block] {
-        for (u32 y = 0; y < map.box_height; ++y)
-            for (u32 x = 0; x < map.box_width; ++x) {
-                const bool there = row + y < map.height && input + x < map.width;
-                const u16 number = there ? ((const u16*)(map.at + (row + y) * map.stride))[input + x] : 0;
-                memcpy(block.memory.data() + swizzled(to + y * line + 2 * x), &number, 2);
+        for (u32 y = 0; y < lines; ++y)
+            for (u32 x = 0; x < line; x += 2) {
+                const uint8_t* where = begin(y);
+                const bool there = where && x < width * map.bytes;
+                const u16 number = there ? *(const u16*)(where + first[0] * map.bytes + x) : 0;
+                memcpy(block.memory.data() + swizzled(to + y * line + x), &number, 2);
             }
-        barrier->bytes -= line * map.box_height, look_at(*barrier);
+        barrier->bytes -= line * lines, look_at(*barrier);
     });
 }
 inline void fetch(u32 to, const Map* map, int input, int row, u32 barrier, Hint) {
-    fetch_to(*host::now->block, to, map, input, row, barrier);
+    fetch_to(*host::now->block, to, map, {input, row}, barrier);
+}
+inline void fetch(u32 to, const Map* map, const int (&at)[5], u32 barrier, Hint) {
+    fetch_to(*host::now->block, to, map, {at, at + 5}, barrier);
 }
 template <int MANY>
 void fetch_for_all(u32 to, const Map* map, int input, int row, u32 barrier, Hint) {
     static_assert(MANY > 0);
-    for (int block = 0; block < MANY; ++block) fetch_to(*host::cluster[block], to, map, input, row, barrier);
+    for (int block = 0; block < MANY; ++block) fetch_to(*host::cluster[block], to, map, {input, row}, barrier);
 }
 inline u32 block_of_cluster() { return host::now->block->rank; }
 inline void cluster_is_here() { host::meet(host::everybody, host::told.threads * host::told.cluster); }
@@ -365,6 +390,22 @@ inline void add_product(float (&to)[4], const float (&left)[4], float first, flo
         for (int k = 0; k < 8; ++k) {
             const Given &row = all[m * 4 + k % 4], &column = all[n * 4 + k % 4];
             sum += (double)taken(row.left[i / 2 + k / 4 * 2]) * taken(k < 4 ? column.first : column.second);
+        }
+        to[i] += (float)sum;
+    }
+}
+
+struct GivenPairs { u32 left[4], first, second; };
+inline void add_product(float (&to)[4], const u32 (&left)[4], u32 first, u32 second) {
+    auto half = [](u32 pair, int which) { return as<float>(which ? pair & 0xFFFF0000 : pair << 16); };
+    const auto all = host::exchanged(GivenPairs{{left[0], left[1], left[2], left[3]}, first, second});
+    const int lane = host::now->thread % 32;
+    for (int i = 0; i < 4; ++i) {
+        const int m = lane / 4, n = lane % 4 * 2 + i % 2;
+        double sum = 0;
+        for (int k = 0; k < 16; ++k) {
+            const GivenPairs &row = all[m * 4 + k % 8 / 2], &column = all[n * 4 + k % 8 / 2];
+            sum += (double)half(row.left[i / 2 + k / 8 * 2], k % 2) * half(k < 8 ? column.first : column.second, k % 2);
         }
         to[i] += (float)sum;
     }

@@ -1,9 +1,7 @@
 """Products of some hundred rows: those in CUDA C++, on a Hopper and on the host, and rows to spare anywhere."""
 
-import ctypes
 import shutil
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ if INSTALLED:
     from bough.ops.triton import product, wide
     from bough.ops.triton.native import able, compiled, kernel
     from bough.ops.triton.spare import BAD, GOOD, OUTPUTS, with_spare
-    from bough.ops.triton.wide import _kernel, _map, cut
+    from bough.ops.triton.wide import _kernel, cut
 
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
 
@@ -56,14 +54,6 @@ def test_gates_and_what_they_gate(rows, inputs, outputs, activation):
     assert torch.equal(out, wide(x, weight, activation))
 
 
-def encode(into, dtype, dims, at, sizes, strides, box, steps, interleave, swizzle, promotion, fill) -> int:
-    """What the host's copies read a matrix by, in the place of the driver's."""
-    assert (dtype, dims, *steps, interleave, swizzle, fill) == (9, 2, 1, 1, 0, 3, 0)
-    told = (ctypes.c_uint64 * 5)(at.value, *sizes, *strides, box[0] | box[1] << 32)
-    ctypes.memmove(into, told, ctypes.sizeof(told))
-    return 0
-
-
 @needs_compiler
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "activation"),
@@ -71,16 +61,15 @@ def encode(into, dtype, dims, at, sizes, strides, box, steps, interleave, swizzl
 )
 def test_gates_on_the_host(rows, inputs, outputs, activation, tmp_path):
     """In several orders of its threads; copies come at once, or as late as they may, and rows once it has waited."""
-    host, driver = Host(tmp_path), SimpleNamespace(cuTensorMapEncodeTiled=encode)
+    host = Host(tmp_path)
     host.cluster = 2
-    with host.stands_in(_kernel, processors=4, cuda=lambda: driver, shared_bytes=lambda _: ROOM):
+    with host.stands_in(_kernel, processors=4, shared_bytes=lambda _: ROOM):
         for host.seed in range(4):
             host.late = host.seed % 2 > 0
             host.read = x, weight = drawn(rows, inputs, outputs, "cpu")
             host.awaited = x
             expect_gated(x, weight, activation)
     assert host.launches == 4
-    _map.cache_clear()
 
 
 @on_hopper

@@ -13,7 +13,7 @@ from torch import Tensor
 from bough.ops.ragged import Carried, Rows, ShortRows, Slots, close_slots, open_slots
 from bough.ops.spans import FEW
 from bough.ops.triton.activation import LOG2E
-from bough.ops.triton.follow import follow, lead, passing_on
+from bough.ops.triton.follow import follow, following, lead
 from bough.ops.triton.plan import plan
 
 CHUNK = 64  # tokens that a program works on in long rows
@@ -217,7 +217,7 @@ def causal_conv(
     if len(short.start):
         _short_rows[blocks, len(short.start)](
             x, y, data, taps, bias, *short, *_past(x, slots), *strides, few=_few(x, short), num_warps=1, **options,
-            **passing_on(x.device, len(x)),
+            **following(x.device),
         )  # fmt: skip
     if len(long.read):
         _long_outputs[blocks, len(long.chunk_start)](
@@ -255,7 +255,7 @@ def carry(x: Tensor, rows: Rows, *, stored: Slots) -> None:
         _short_rows[blocks, len(short.start)](
             x, None, data, None, None, *short, *_past(x, slots), x.stride(0), 0, *strides,
             kernel=keep + 1, biased=False, silu=False, few=_few(x, short), block=CHANNELS, num_warps=1,
-            **passing_on(x.device, len(x)),
+            **following(x.device),
         )  # fmt: skip
     if len(long.read):
         _long_tails[blocks, len(long.read)](

@@ -8,8 +8,9 @@ programs: who waits for the launch before it has then waited for all of them. Wh
 where there are few tokens: the delta rule and the convolution find their state as the step before left it, and every
 step begins with a launch that waits for all before it (the embeddings); norms of heads have their weights; others load
 nothing early (`pass_on`). So does attention of few rows with its keys; but it leads to nothing but the joining of its
-spans, and that to nothing: products that wait beside them are in their way. The sum and norm between products leads
-whatever the number of tokens: wide.py asks for weights early too (and leads to nothing).
+spans, and that to nothing: products that wait beside them are in their way. Whatever the number of tokens, the sum and
+norm between products lead, since wide.py asks for weights early too, and the convolution, since late.py asks for states
+(neither of these leads to anything).
 """
 
 from functools import cache

@@ -9,10 +9,10 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.runtime import driver
@@ -20,8 +20,9 @@ from triton.runtime.cache import get_cache_manager
 
 HOPPER = (9, 0)
 log = logging.getLogger("bough")
-OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17")
+OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17", b"--ftz=true")  # what is next to nothing is nothing
 OVERLAPPING = 6  # the attribute of a launch that may begin while the one before it ends, as the driver numbers them
+NUMBERED, SWIZZLED, PROMOTED = {torch.float32: 7, torch.bfloat16: 9}, 3, 2  # likewise
 
 
 @cache
@@ -36,10 +37,10 @@ def able(device: torch.device) -> bool:
     return True
 
 
-def with_defined(name: str, defined: Mapping[str, object]) -> str:
-    """What is in a file, with these names defined before it, and what C++ has no words for."""
-    words, text = (Path(__file__).with_name(each).read_text() for each in ("ptx.cuh", f"{name}.cu"))
-    return "".join(f"#define {each} {value}\n" for each, value in defined.items()) + words + text
+def with_defined(files: Sequence[str], defined: Mapping[str, object]) -> str:
+    """What is in some files, with these names defined before it, and what C++ has no words for."""
+    texts = (Path(__file__).with_name(each).read_text() for each in ("ptx.cuh", *files))
+    return "".join((*(f"#define {each} {value}\n" for each, value in defined.items()), *texts))
 
 
 class Kernel:
@@ -85,6 +86,28 @@ class _Launch(ctypes.Structure):
         ("attributes", ctypes.POINTER(_Attribute)),
         ("count", ctypes.c_uint),
     )
+
+
+class Box(NamedTuple):
+    """Of a matrix, or of what has more dimensions: how much is copied at a time, the innermost first."""
+
+    at: int  # its address
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes, of all dimensions but the innermost
+    box: tuple[int, ...]
+
+
+@lru_cache(4096)
+def map_of(box: Box, dtype: torch.dtype) -> Any:
+    """Where the copying units find it. Lines of 128 bytes are swizzled; past an end there are zeros."""
+    room, dims = ctypes.create_string_buffer(128 + 63), len(box.sizes)
+    made = (ctypes.c_char * 128).from_buffer(room, -ctypes.addressof(room) % 64)
+    sizes, strides = (ctypes.c_uint64 * dims)(*box.sizes), (ctypes.c_uint64 * (dims - 1))(*box.strides)
+    boxes, steps = (ctypes.c_uint32 * dims)(*box.box), (ctypes.c_uint32 * dims)(*[1] * dims)
+    expect(cuda().cuTensorMapEncodeTiled(
+        made, NUMBERED[dtype], dims, ctypes.c_void_p(box.at), sizes, strides, boxes, steps, 0, SWIZZLED, PROMOTED, 0
+    ))  # fmt: skip
+    return made
 
 
 def compiled(source: str) -> bytes:

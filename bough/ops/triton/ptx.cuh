@@ -41,6 +41,12 @@ __device__ __forceinline__ float shared_at(u32 at) {
     return x;
 }
 template <>
+__device__ __forceinline__ float2 shared_at(u32 at) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at));
+    return x;
+}
+template <>
 __device__ __forceinline__ float4 shared_at(u32 at) {
     float4 x;
     asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at));
@@ -53,10 +59,21 @@ __device__ __forceinline__ uint4 shared_at(u32 at) {
     return x;
 }
 template <>
+__device__ __forceinline__ unsigned short shared_at(u32 at) {
+    unsigned short x;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(at));
+    return x;
+}
+template <>
 __device__ __forceinline__ uint2 shared_at(u32 at) {
     uint2 x;
     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(at));
     return x;
+}
+
+__device__ __forceinline__ void to_shared(u32 at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
+__device__ __forceinline__ void to_shared(u32 at, float2 x) {
+    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(at), "f"(x.x), "f"(x.y) : "memory");
 }
 
 // Copies by the unit for them, of a box of a matrix to shared memory; and barriers that count what has come. Inputs beyond a
@@ -93,6 +110,13 @@ __device__ __forceinline__ void fetch(u32 to, const Map* map, int input, int row
         "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(input), "r"(row), "r"(barrier), "l"((u64)hint) : "memory");
 }
 
+__device__ __forceinline__ void fetch(u32 to, const Map* map, const int (&at)[5], u32 barrier, Hint hint) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to), "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]),
+        "r"(at[4]), "r"(barrier), "l"((u64)hint) : "memory");
+}
+
 template <int MANY>  // blocks of the cluster
 __device__ __forceinline__ void fetch_for_all(u32 to, const Map* map, int input, int row, u32 barrier, Hint hint) {
     asm volatile(
@@ -120,6 +144,13 @@ __device__ __forceinline__ void add_product(float (&to)[4], const float (&left)[
         : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])
         : "r"(__float_as_uint(left[0])), "r"(__float_as_uint(left[1])), "r"(__float_as_uint(left[2])),
           "r"(__float_as_uint(left[3])), "r"(__float_as_uint(first)), "r"(__float_as_uint(second)));
+}
+
+// Of numbers in bfloat16, two in each word.
+__device__ __forceinline__ void add_product(float (&to)[4], const u32 (&left)[4], u32 first, u32 second) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(first), "r"(second));
 }
 
 #ifdef WIDTH  // of products of four warps: 64 rows and so many columns, of which each thread has half as many

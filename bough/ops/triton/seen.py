@@ -10,7 +10,8 @@ another does the rest, which is little, and the norm after it (`_say`).
 
 A program that looks is one warp and takes some columns of a head. What is owed is a product of keys and changes, and
 what is seen one of the state and keys and queries: both are done by the matrix units over numbers that stay in the
-registers they were loaded to (units.py). Of many rows a Hopper has states come to shared memory instead (look.py).
+registers they were loaded to (units.py). Of many rows a Hopper has states come to shared memory instead, and does all
+of it in one launch (late.py).
 """
 
 import torch
@@ -23,7 +24,7 @@ from bough.ops.ragged import OWED, Owed, ShortRows
 from bough.ops.triton.codes import has_ptx
 from bough.ops.triton.follow import follow, lead, passing_on
 from bough.ops.triton.gates import gates_of, length_of
-from bough.ops.triton.look import look
+from bough.ops.triton.late import Brought, advance
 from bough.ops.triton.numbers import number
 from bough.ops.triton.spare import with_spare
 from bough.ops.triton.units import LANES, add_product, beside, four, parts
@@ -360,14 +361,16 @@ def advance_late(
     assert states.stride()[1:] == (dk * dv, dv, 1) and a.stride(1) == b.stride(1) == z.stride(1) == 1
     slices, pieces = triton.cdiv(dv, COLUMNS), triton.cdiv(dk, PIECE)
     apart = pieces if passing["follows"] or heads * slices * count <= BUSY else 1
-    seen, out = v.new_empty(count, heads, apart, 2 * each, dv, dtype=torch.float32), with_spare(v, v.shape)
-    if apart > 1 or not look(q, k, seen, states, rows, kept, owed):
-        to_q = (q.data_ptr() - k.data_ptr()) // k.element_size()
-        _look[heads * slices, count, apart](
-            k, to_q, seen, *kept, states, rows.start, rows.tokens, rows.read, owed.start, owed.tokens, owed.keep,
-            q.stride(0), k.stride(0), states.stride(0), heads=heads, group=heads // k_heads, dk=dk, dv=dv, each=each,
-            pieces=pieces // apart, exact=k.dtype != torch.float32, ptx=has_ptx(v.device), num_warps=1, **passing,
-        )  # fmt: skip
+    out = with_spare(v, v.shape)
+    if apart == 1 and advance(Brought(q, k, v, z, a, b), out, states, rows, layer, kept, owed):
+        return out
+    seen = v.new_empty(count, heads, apart, 2 * each, dv, dtype=torch.float32)
+    to_q = (q.data_ptr() - k.data_ptr()) // k.element_size()
+    _look[heads * slices, count, apart](
+        k, to_q, seen, *kept, states, rows.start, rows.tokens, rows.read, owed.start, owed.tokens, owed.keep,
+        q.stride(0), k.stride(0), states.stride(0), heads=heads, group=heads // k_heads, dk=dk, dv=dv, each=each,
+        pieces=pieces // apart, exact=k.dtype != torch.float32, ptx=has_ptx(v.device), num_warps=1, **passing,
+    )  # fmt: skip
     _say[heads, count](
         q, k, v, a, b, z, seen, out, *kept, rows.start, rows.tokens, owed.record, layer.rate, layer.dt_bias, layer.norm,
         layer.eps, dk**-0.5, q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), z.stride(0),

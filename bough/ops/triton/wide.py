@@ -4,7 +4,7 @@ In CUDA C++, since Triton has no tiles but of powers of two, and no copies that 
 """
 
 import ctypes
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from triton import cdiv
 from bough.ops.activation import Activation
 from bough.ops.spans import processors
 from bough.ops.triton.activation import ACTIVATIONS
-from bough.ops.triton.native import Kernel, able, cuda, expect, kernel, with_defined
+from bough.ops.triton.native import Box, Kernel, able, kernel, map_of, with_defined
 from bough.ops.triton.plan import shared_bytes
 from bough.ops.triton.spare import with_spare
 
@@ -28,7 +28,6 @@ CODE = {
     "sigmoid": "__fdividef(1.0f, 1.0f + __expf(-x))",
     "gelu_tanh": "__fdividef(x, 1.0f + __expf(-1.5957691216f * (x + 0.044715f * x * x * x)))",
 }
-BFLOAT16, SWIZZLED, PROMOTED = 9, 3, 2  # as the driver numbers them
 
 
 class Shape(NamedTuple):
@@ -56,7 +55,7 @@ class Shape(NamedTuple):
     def source(self) -> str:
         sums, each = self.products // 2, cdiv(self.tiles, self.groups)
         last = self.tiles - each * (self.groups - 1)
-        return with_defined("wide", {
+        return with_defined(["wide.cu"], {
             "TILES": self.tiles, "GROUPS": self.groups, "WIDTH": self.products, "STAGES": self.stages,
             "CLUSTER": CLUSTER, "SPAN": SPAN, "ACTIVATED(x)": f"({CODE[self.activation]})",
             "ENTRY": 65536 // self.threads // 8 * 8, "WHOLE": _registers(each * sums), "LAST": _registers(last * sums),
@@ -97,8 +96,7 @@ def wide(x: Tensor, gate_up: Tensor, activation: Activation) -> Tensor | None:
 def _launched(x: Tensor, gate_up: Tensor, shape: Shape, made: Kernel) -> Tensor:
     outputs = len(gate_up) // 2
     out = with_spare(x, (len(x), outputs))
-    maps = [_map(x.data_ptr(), *x.shape, x.stride(0), shape.tiles * TILE // CLUSTER)]
-    maps.append(_map(gate_up.data_ptr(), *gate_up.shape, gate_up.stride(0), shape.products // 2))
+    maps = _map(x, shape.tiles * TILE // CLUSTER), _map(gate_up, shape.products // 2)
     numbers = map(ctypes.c_int, (len(x), x.shape[1], outputs))
     blocks = cdiv(cdiv(outputs, shape.products // 2), CLUSTER) * CLUSTER
     arguments = (*maps, ctypes.c_void_p(out.data_ptr()), *numbers)
@@ -106,17 +104,10 @@ def _launched(x: Tensor, gate_up: Tensor, shape: Shape, made: Kernel) -> Tensor:
     return out
 
 
-@lru_cache(4096)
-def _map(at: int, height: int, width: int, stride: int, rows: int) -> Any:
+def _map(matrix: Tensor, rows: int) -> Any:
     """Where the copying units find a matrix of which so many rows are copied at a time."""
-    room = ctypes.create_string_buffer(128 + 63)
-    made = (ctypes.c_char * 128).from_buffer(room, -ctypes.addressof(room) % 64)
-    sizes, strides = (ctypes.c_uint64 * 2)(width, height), (ctypes.c_uint64 * 1)(2 * stride)
-    box, steps = (ctypes.c_uint32 * 2)(SPAN, rows), (ctypes.c_uint32 * 2)(1, 1)
-    expect(cuda().cuTensorMapEncodeTiled(
-        made, BFLOAT16, 2, ctypes.c_void_p(at), sizes, strides, box, steps, 0, SWIZZLED, PROMOTED, 0
-    ))  # fmt: skip
-    return made
+    (height, width), stride = matrix.shape, matrix.stride(0) * matrix.element_size()
+    return map_of(Box(matrix.data_ptr(), (width, height), (stride,), (SPAN, rows)), matrix.dtype)
 
 
 @cache
