@@ -23,7 +23,8 @@ def _first(value, place, width):
 def _largest(
     x, best, at, values, places, arrived, stride, width: tl.constexpr, block: tl.constexpr, parts: tl.constexpr
 ):  # fmt: skip
-    part, row, i = tl.program_id(0), tl.program_id(1), tl.arange(0, triton.next_power_of_2(parts))
+    # Parts that a product has written last come first: they are still in the second-level cache.
+    row, part, i = tl.program_id(0), parts - 1 - tl.program_id(1), tl.arange(0, triton.next_power_of_2(parts))
     place = part * block + tl.arange(0, block)
     value = tl.load(x + row.to(tl.int64) * stride + place, mask=place < width, other=-float("inf")).to(tl.float32)
     most, where = _first(tl.where(value == value, value, float("inf")), place, width)  # what is no number is no less
@@ -50,7 +51,7 @@ def largest(x: Tensor) -> tuple[Tensor, Tensor]:
     best, at = x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.int64)
     if rows:
         values, places = (x.new_empty(rows, parts, dtype=each) for each in (torch.float32, torch.int32))
-        _largest[parts, rows](
+        _largest[rows, parts](
             x, best, at, values, places, arrivals(x.device), x.stride(0), width=width, block=block, parts=parts,
             num_warps=max(1, min(WARPS, block // 256)),
         )  # fmt: skip

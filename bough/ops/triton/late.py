@@ -19,6 +19,7 @@ from bough.ops.triton.native import Box, Kernel, able, kernel, map_of, with_defi
 
 PIECE = 32  # rows of a state that come at once
 RING, BLOCKS = 2, 3  # pieces of a block that are there or on their way, and blocks on a processor
+EVEN = 4  # heads of a block, up to which all have as many
 OLD_STEP = 80  # bytes from one recorded key to the next: four that are read at a time lie in different banks
 WEIGHTS = {torch.bfloat16: "bf16", torch.float32: "float"}  # types of the norm's
 
@@ -89,8 +90,15 @@ def advance(
     states_map = map_of(_pieces(states), states.dtype)
     fields = [k.data_ptr(), to_q, *(each.data_ptr() for each in tensors), *strides]
     told = states_map, (ctypes.c_int64 * len(fields))(*fields), ctypes.c_int(heads * count)
-    made.launch(min(heads * count, BLOCKS * processors(k.device)), dv, told, overlaps=True)
+    made.launch(_blocks(heads * count, BLOCKS * processors(k.device)), dv, told, overlaps=True)
     return True
+
+
+def _blocks(heads: int, most: int) -> int:
+    """As many as there is room for at a time. Where each has few heads, so many that all have as many: else most of them
+    would wait for the last."""
+    turns = cdiv(heads, most)
+    return cdiv(heads, turns) if turns <= EVEN else most
 
 
 def _pieces(states: Tensor) -> Box:
