@@ -18,7 +18,7 @@ from bough.ops.ragged import STRETCH, Owed, ShortRows
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
 
 if INSTALLED:
-    from bough.ops.triton.late import Brought, Shape, _kernel, advance
+    from bough.ops.triton.late import Brought, Shape, _blocks, _kernel, advance
 
 LOW = torch.bfloat16
 SLOTS, LAYERS = 12, 3
@@ -139,6 +139,11 @@ def test_rows_on_the_host(dk, dv, heads, group, each, weight, tmp_path):
             host.late = host.seed % 2 > 0
             expect_advanced(dk, dv, heads, group, each, 1, weight, host=host)
     assert host.launches == 6
+
+
+@pytest.mark.parametrize(("heads", "blocks"), [(1, 1), (396, 396), (397, 199), (512, 256), (1584, 396), (2048, 396)])
+def test_blocks(heads, blocks):
+    assert _blocks(heads, 396) == blocks
 
 
 SHAPE = (32, 2, 128, 128, 5, 1e-6, "bf16")

@@ -95,8 +95,8 @@ def advance(
 
 
 def _blocks(heads: int, most: int) -> int:
-    """As many as there is room for at a time. Where each has few heads, so many that all have as many: else most of them
-    would wait for the last."""
+    """As many as there is room for at a time. Where each has few heads, so many that all have as many: else most would
+    wait for the last."""
     turns = cdiv(heads, most)
     return cdiv(heads, turns) if turns <= EVEN else most
 
