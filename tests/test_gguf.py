@@ -308,6 +308,7 @@ def test_unknown_architecture(architecture, tmp_path):
     [
         ({"expert_count": 8}, UnknownArchitecture, "mixture of experts"),
         ({"rope_dimension_count": 8}, UnknownArchitecture, "a part of each head"),
+        ({"causal_attention": False}, UnknownArchitecture, "both directions"),
         (
             {"rope_scaling_type": gguf.RopeScalingType.LONGROPE, "rope_scaling_factor": 2.0},
             UnknownArchitecture,

@@ -78,6 +78,8 @@ def _decoder(file: "GGUFFile", *, rotates_part: bool = False) -> dict[str, Any]:
         )
     if "model.embed_tokens.weight" not in file:
         raise BadWeights(f"{file.where} has no token_embd.weight; give a file with a whole model")
+    if own.get("attention.causal", bool) is False:
+        raise UnknownArchitecture(f"{file.where} attends in both directions, to embed texts; Bough runs decoders only")
     head_dim = own.size("attention.key_length", -(-hidden // heads))
     rotated = own.size("rope.dimension_count", head_dim)
     if rotated != head_dim and not rotates_part:
