@@ -18,6 +18,7 @@ from bough.draft.model import ModelDrafter
 from bough.draft.mtp import MTPDrafter, MTPHead
 from bough.engine import budget, loop
 from bough.engine.budget import FEW, Budget
+from bough.engine.drafting import SHORTAGES
 from bough.engine.runner import Runner
 from bough.state.live import State
 from bough.state.recordings import Recordings
@@ -263,3 +264,40 @@ def test_where_what_a_state_owes_is_settled(monkeypatch):
         assert handle.result().finish_reason == "cancelled" and State.settle is settle
         engine.check()
         assert engine.generate(prompt, GREEDY).tokens == expected
+
+
+@pytest.mark.parametrize("drafts", ["mtp", "model"])
+@pytest.mark.parametrize("place", ["committed", "propose"])
+@pytest.mark.parametrize("late", [False, True])
+def test_where_a_drafter_computes(drafts, place, late, monkeypatch):
+    """Those that run go on without it; others after them have drafts again, unless it is short each time."""
+    target, prompt = with_head("qwen3_5", "cpu").model, [9, 10, 11]
+    drafter = MTPDrafter(MTPHead(target)) if drafts == "mtp" else ModelDrafter(target, target.vocab_size)
+    compute, left = getattr(type(drafter), place), [0]
+
+    def short(self, *given):
+        left[0] -= 1
+        found = compute(self, *given) if late or left[0] >= 0 else None
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("no memory")
+        return found
+
+    with flying("qwen3_5", ahead=False, draft=drafter) as engine:
+        engine._loop.drafting.depth = Fixed(deepest=3)
+        expected = engine.generate(prompt, GREEDY).tokens
+        for count in range(2):
+            left[0] = count
+            with monkeypatch.context() as patch:
+                patch.setattr(type(drafter), place, short)
+                assert engine.generate(prompt, GREEDY).tokens == expected
+            assert left[0] < 0 and engine.drafting.failure is None
+            expect_idle(engine)
+            again = engine.generate(prompt, GREEDY)
+            assert again.tokens == expected and again.usage.drafted_tokens
+        monkeypatch.setattr(type(drafter), place, short)
+        for _ in range(SHORTAGES):
+            assert engine.drafting.failure is None
+            assert engine.generate(prompt, GREEDY).tokens == expected
+        assert "no memory" in engine.drafting.failure
+        expect_idle(engine)
+        engine.drafting.failure = None  # as expected

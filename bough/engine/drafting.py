@@ -5,7 +5,8 @@ what it has yet to be told. The drafter's states live in a pool of their own in 
 of their own: where that has nothing, the target resumes all the same, and the drafter starts from there.
 
 Whatever a drafter raises, or when one that can be given up does not answer in time, it is dropped: its memory is given
-back, and all requests go on plainly.
+back, and all requests go on plainly. For want of memory it is so with those that run: only if others after them have
+none either is it dropped.
 """
 
 import itertools
@@ -34,6 +35,7 @@ from bough.models.model import Model
 from bough.state.live import State
 
 DEEPEST = 8  # tokens in a draft
+SHORTAGES = 3  # times in a row that a drafter has no memory, after which it is given up
 PIECE = 8192  # tokens of a resumed text that a drafter without state is told of at once
 UNTOLD = 128  # tokens that may wait to be told while nothing is drafted
 STREAK = 3  # drafts of a sequence that stood whole one after another, from which on the next may be thought to do so
@@ -102,6 +104,7 @@ class Drafting:
         self.drafter, self.runner, self.cache = drafter, runner, cache
         self.depth, self.streaks = Depth(deepest), Rates()
         self.failure: str | None = None  # why the drafter was dropped
+        self._shortages = 0  # times in a row that it had no memory
         self._sides: dict[Running, Side] = {}
         self._numbers = itertools.count(1)
         self._aside = Aside()
@@ -214,14 +217,17 @@ class Drafting:
             return draw(logits, [wanted[i][0].sampling_at(depth) for i in which])[0]
 
         def propose(drafter: Drafter) -> dict[Running, Draft]:
-            made = zip(wanted, drafter.propose(asked, choose), strict=False)
-            usable = {sequence: _usable(draft, most, self.runner.model) for (sequence, most), draft in made}
+            drafts = zip(wanted, drafter.propose(asked, choose), strict=False)
+            usable = {sequence: _usable(draft, most, self.runner.model) for (sequence, most), draft in drafts}
             for sequence, draft in usable.items():
                 if sequence.matcher is not None and isinstance(draft, Tensor):
                     usable[sequence] = draft.tolist()  # what may follow it is worked out on the host
             return {sequence: draft for sequence, draft in usable.items() if len(draft)}
 
-        return self._guarded(propose) or {}
+        made = self._guarded(propose)
+        if made is not None:
+            self._shortages = 0
+        return made or {}
 
     def rests(self, sequences: Sequence[Running], rows: int) -> bool:
         """Whether it has nothing to say about these now, and can be told of their next tokens later."""
@@ -341,20 +347,34 @@ class Drafting:
             return None
         if self.cache is not None:
             self.cache.tiers.lane.fence()
+        drafter = self.drafter
         try:
-            if self.drafter.kinds or isinstance(self.drafter, NGram | AssistantDrafter):  # our own, and bounded
-                return ask(self.drafter)
-            drafter = self.drafter
-            return self._aside.ask(lambda: ask(drafter))
+            if drafter.kinds or isinstance(drafter, NGram | AssistantDrafter):  # our own, and bounded
+                answer = ask(drafter)
+            else:
+                answer = self._aside.ask(lambda: ask(drafter))
         except PoolFull:
             return None  # no draft this time
         except BaseException as error:  # noqa: BLE001 (whatever it is, drafting ends and requests go on)
-            self.drop(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
-        return None
+            why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            self._shortages += 1
+            if isinstance(error, torch.OutOfMemoryError) and self._shortages < SHORTAGES:
+                self._park_all(why)
+            else:
+                self.drop(why)
+            return None
+        return answer
+
+    def _park_all(self, why: str) -> None:
+        """Its states may be broken. Those that come after these may find memory again."""
+        log.warning("the drafter had no memory (%s); the requests that run go on without it", why)
+        for sequence in list(self._sides):
+            self.park(sequence)
 
     def _close(self, side: Side) -> None:
         if side.state is not None:
             side.state.release()
+            side.state = None
         self._guarded(lambda drafter: drafter.close(side.number))
 
     def drop(self, why: str) -> None:
