@@ -213,11 +213,12 @@ def causal_conv(
     y, (short, long) = torch.empty_like(x, memory_format=torch.contiguous_format), plan(rows, slots, CHUNK)
     strides = (x.stride(0), y.stride(0), data.stride(0), data.stride(1), channels)
     options = {"kernel": kernel, "biased": bias is not None, "silu": silu, "block": CHANNELS}
+    follows = following(x.device) if explicit is None else {"follows": False}  # those slots have just been made
     blocks = triton.cdiv(channels, CHANNELS)
     if len(short.start):
         _short_rows[blocks, len(short.start)](
             x, y, data, taps, bias, *short, *_past(x, slots), *strides, few=_few(x, short), num_warps=1, **options,
-            **following(x.device),
+            **follows,
         )  # fmt: skip
     if len(long.read):
         _long_outputs[blocks, len(long.chunk_start)](

@@ -18,7 +18,8 @@ from bough.ops.triton.chunks import EPS
 from bough.ops.triton.native import Box, Kernel, able, kernel, map_of, with_defined
 
 PIECE = 32  # rows of a state that come at once
-RING, BLOCKS = 2, 3  # pieces of a block that are there or on their way, and blocks on a processor
+RING, BLOCKS = 2, 3  # pieces of a block that are there or on their way, and blocks on a processor, at the most
+ROOM, BESIDE = 228 << 10, 2 << 10  # bytes of shared memory on a processor, and of each block beside its own
 EVEN = 4  # heads of a block, up to which all have as many
 OLD_STEP = 80  # bytes from one recorded key to the next: four that are read at a time lie in different banks
 WEIGHTS = {torch.bfloat16: "bf16", torch.float32: "float"}  # types of the norm's
@@ -49,7 +50,7 @@ class Shape(NamedTuple):
     @property
     def source(self) -> str:
         made_for = {name.upper(): value for name, value in self._asdict().items()} | {"EPS": f"{self.eps}f"}
-        fixed = {"OWED": OWED, "PIECE": PIECE, "RING": RING, "OLD_STEP": OLD_STEP, "BLOCKS": BLOCKS}
+        fixed = {"OWED": OWED, "PIECE": PIECE, "RING": RING, "OLD_STEP": OLD_STEP, "BLOCKS": self.blocks}
         return with_defined(["seen.cuh", "late.cu"], made_for | fixed | {"LENGTH_EPS": f"{EPS.value}f"})
 
     @property
@@ -61,6 +62,11 @@ class Shape(NamedTuple):
         gates, seen = cdiv(self.each, 2) * 16, vectors * (self.dv * 4 + 16)
         of_warp, of_layer = self.each * 4 + OWED * 4 + 16, (2 * self.heads + self.dv) * 4
         return RING * slot + 2 * own + gates + seen + self.dv // 32 * of_warp + of_layer
+
+    @property
+    def blocks(self) -> int:
+        """That a processor has room for at a time."""
+        return max(1, min(BLOCKS, ROOM // (self.shared_bytes + BESIDE)))
 
 
 def advance(
@@ -77,8 +83,8 @@ def advance(
         return False
     (_, heads, dk, dv), (tokens, k_heads, _), count = states.shape, brought.k.shape, len(rows.start)
     shape = Shape(heads, heads // k_heads, dk, dv, cdiv(tokens, count), layer.eps, WEIGHTS[layer.norm.dtype])
-    made = _kernel(shape, brought.k.device)
-    if made is None:
+    made, pieces = _kernel(shape, brought.k.device), map_of(_pieces(states), states.dtype)
+    if made is None or pieces is None:
         return False
     q, k, *others = brought
     tensors = (
@@ -87,10 +93,9 @@ def advance(
     )  # fmt: skip
     strides = (each.stride(0) for each in (*brought, states))
     to_q = (q.data_ptr() - k.data_ptr()) // k.element_size()
-    states_map = map_of(_pieces(states), states.dtype)
     fields = [k.data_ptr(), to_q, *(each.data_ptr() for each in tensors), *strides]
-    told = states_map, (ctypes.c_int64 * len(fields))(*fields), ctypes.c_int(heads * count)
-    made.launch(_blocks(heads * count, BLOCKS * processors(k.device)), dv, told, overlaps=True)
+    told = pieces, (ctypes.c_int64 * len(fields))(*fields), ctypes.c_int(heads * count)
+    made.launch(_blocks(heads * count, shape.blocks * processors(k.device)), dv, told, overlaps=True)
     return True
 
 

@@ -21,6 +21,7 @@ from triton.runtime.cache import get_cache_manager
 HOPPER = (9, 0)
 log = logging.getLogger("bough")
 OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17", b"--ftz=true")  # what is next to nothing is nothing
+OPTED_IN = (48 << 10) + 1  # bytes of shared memory, from which on the driver is told that a kernel may have so many
 OVERLAPPING = 6  # the attribute of a launch that may begin while the one before it ends, as the driver numbers them
 NUMBERED, SWIZZLED, PROMOTED = {torch.float32: 7, torch.bfloat16: 9}, 3, 2  # likewise
 
@@ -52,7 +53,7 @@ class Kernel:
             path = kept.put(compiled(source), f"{name}.cubin", binary=True)
         index = torch.cuda.current_device() if device.index is None else device.index
         self._shared, self._device = shared, device
-        self._function = driver.active.utils.load_binary(name, Path(path).read_bytes(), shared, index)[1]
+        self._function = driver.active.utils.load_binary(name, Path(path).read_bytes(), max(shared, OPTED_IN), index)[1]
 
     def launch(self, blocks: int, threads: int, told: Sequence[Any], *, overlaps: bool = False) -> None:
         """On the current stream, told its arguments as C has them. It may begin before the launch before it ends, if it
@@ -99,14 +100,18 @@ class Box(NamedTuple):
 
 @lru_cache(4096)
 def map_of(box: Box, dtype: torch.dtype) -> Any:
-    """Where the copying units find it. Lines of 128 bytes are swizzled; past an end there are zeros."""
+    """Where the copying units find it. Lines of 128 bytes are swizzled; past an end there are zeros. None where the
+    driver does not take it: whoever asks has another way."""
     room, dims = ctypes.create_string_buffer(128 + 63), len(box.sizes)
     made = (ctypes.c_char * 128).from_buffer(room, -ctypes.addressof(room) % 64)
     sizes, strides = (ctypes.c_uint64 * dims)(*box.sizes), (ctypes.c_uint64 * (dims - 1))(*box.strides)
     boxes, steps = (ctypes.c_uint32 * dims)(*box.box), (ctypes.c_uint32 * dims)(*[1] * dims)
-    expect(cuda().cuTensorMapEncodeTiled(
+    code = cuda().cuTensorMapEncodeTiled(
         made, NUMBERED[dtype], dims, ctypes.c_void_p(box.at), sizes, strides, boxes, steps, 0, SWIZZLED, PROMOTED, 0
-    ))  # fmt: skip
+    )
+    if code:
+        log.warning("a kernel is not used, and steps take longer: the driver takes no copies of %s (%d)", box, code)
+        return None
     return made
 
 

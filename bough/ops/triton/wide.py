@@ -93,10 +93,12 @@ def wide(x: Tensor, gate_up: Tensor, activation: Activation) -> Tensor | None:
     return None if shape is None or made is None else _launched(x, gate_up, shape, made)
 
 
-def _launched(x: Tensor, gate_up: Tensor, shape: Shape, made: Kernel) -> Tensor:
+def _launched(x: Tensor, gate_up: Tensor, shape: Shape, made: Kernel) -> Tensor | None:
     outputs = len(gate_up) // 2
-    out = with_spare(x, (len(x), outputs))
     maps = _map(x, shape.tiles * TILE // CLUSTER), _map(gate_up, shape.products // 2)
+    if None in maps:
+        return None
+    out = with_spare(x, (len(x), outputs))
     numbers = map(ctypes.c_int, (len(x), x.shape[1], outputs))
     blocks = cdiv(cdiv(outputs, shape.products // 2), CLUSTER) * CLUSTER
     arguments = (*maps, ctypes.c_void_p(out.data_ptr()), *numbers)
