@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
 
 import httpx
@@ -156,6 +157,31 @@ def test_continuations_with_many_biases_keep_nobody_waiting(live, monkeypatch, p
 def test_a_body_without_a_length_is_limited_too(live):
     answer = live.client.post("/v1/completions", content=(b" " * 5000 for _ in range(10)))
     assert answer.status_code == 413
+
+
+@pytest.mark.parametrize("length", [False, True])
+def test_who_still_sends_too_large_a_body_gets_the_answer(live, length):
+    piece, pieces = b" " * 5000, 12
+    told = f"Content-Length: {pieces * len(piece)}" if length else "Transfer-Encoding: chunked"
+    with socket.create_connection(("127.0.0.1", live.client.base_url.port), timeout=10) as client:
+        client.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{told}\r\n\r\n".encode())
+        for at in range(pieces):
+            client.sendall(piece if length else b"%x\r\n%s\r\n" % (len(piece), piece))
+            time.sleep(0.2 if at > pieces - 3 else 0)
+        client.sendall(b"" if length else b"0\r\n\r\n")
+        time.sleep(0.1)
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 413") and b"body_too_large" in answer
+
+
+def test_who_never_stops_sending_is_left(live, monkeypatch):
+    monkeypatch.setattr("bough.server.app.DISCARDING", 0.1)
+    with socket.create_connection(("127.0.0.1", live.client.base_url.port), timeout=10) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n" + b" " * 30_000
+        )
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 413")
 
 
 def test_a_full_queue_is_told(live):

@@ -4,9 +4,11 @@ An endpoint is a table entry (api.Endpoint). Here bodies are read within the siz
 Record, and handed over; whatever is raised becomes an error in the API's own shape.
 """
 
+import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.applications import Starlette
@@ -29,6 +31,7 @@ from bough.server.settings import Settings
 
 APIS: tuple[Api, ...] = (openai.API, ollama.API, anthropic.API, operations.API)
 GONE = 499  # for the log: nobody reads it
+DISCARDED, DISCARDING = 64 << 20, 2  # bytes, and seconds, of what follows too large a body
 
 log = logging.getLogger("bough.server")
 
@@ -85,10 +88,12 @@ def _route(service: Service, api: Api, endpoint: Endpoint) -> Callable[[Request]
 
 
 async def _body(request: Request, service: Service) -> Any:
-    most, parts, size = service.settings.body_bytes, [], 0
-    async for part in request.stream():
+    most, parts, size, coming = service.settings.body_bytes, list[bytes](), 0, request.stream()
+    async for part in coming:
         size += len(part)
         if size > most:
+            parts.clear()
+            await _discard(coming)
             message = f"the body is larger than the {most} bytes that this server takes"
             raise ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
         parts.append(part)
@@ -97,6 +102,18 @@ async def _body(request: Request, service: Service) -> Any:
     except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ApiError(400, f"the body is not valid JSON: {reason}") from None
+
+
+async def _discard(coming: AsyncIterator[bytes]) -> None:
+    """Read what else there is of too large a body, within limits: who still sends it while the connection is closed
+    does not get to read the answer."""
+    size = 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DISCARDING):
+            async for part in coming:
+                size += len(part)
+                if size > DISCARDED:
+                    return
 
 
 def _numbers(query: dict[str, str]) -> dict[str, Any]:
