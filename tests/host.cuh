@@ -275,7 +275,7 @@ inline void copy_bytes(u32 to, const void* from, bool there, u32 bytes) {
     if (host::told.late) host::now->copies.back().push_back(make);
     else make();
 }
-inline void copy(u32 to, const void* from, bool there, Hint = USUAL) { copy_bytes(to, from, there, 16); }
+inline void copy(u32 to, const void* from, bool there) { copy_bytes(to, from, there, 16); }
 inline void copy_number(u32 to, const float* from, bool there) { copy_bytes(to, from, there, 4); }
 inline void end_of_group() { host::now->copies.emplace_back(); }
 template <int MOST>
@@ -377,38 +377,41 @@ inline void wait_for_launch_before() {
     host::begun = true;
 }
 
-// Products. Of a factor's numbers 11 bits count.
-
-struct Given { float left[4], first, second; };
-inline void add_product(float (&to)[4], const float (&left)[4], float first, float second) {
-    auto taken = [](float x) { return as<float>(as<u32>(x) & ~8191u); };
-    const auto all = host::exchanged(Given{{left[0], left[1], left[2], left[3]}, first, second});
+// Products. The sums of a thread are of rows m and m + 8 and of columns n and n + 1; term(row, column, i, k) is one of the
+// DEPTH that such a sum has, from what those threads gave that have that row (of half i) and that column at k.
+template <int DEPTH, typename Given, typename Term>
+void add_terms(float (&to)[4], const Given& given, Term term) {
+    constexpr int beside = DEPTH / 8;  // neighbours at k that a thread gives
+    const auto all = host::exchanged(given);
     const int lane = host::now->thread % 32;
     for (int i = 0; i < 4; ++i) {
         const int m = lane / 4, n = lane % 4 * 2 + i % 2;
         double sum = 0;
-        for (int k = 0; k < 8; ++k) {
-            const Given &row = all[m * 4 + k % 4], &column = all[n * 4 + k % 4];
-            sum += (double)taken(row.left[i / 2 + k / 4 * 2]) * taken(k < 4 ? column.first : column.second);
+        for (int k = 0; k < DEPTH; ++k) {
+            const int inner = k % (DEPTH / 2) / beside;
+            sum += term(all[m * 4 + inner], all[n * 4 + inner], i / 2, k);
         }
         to[i] += (float)sum;
     }
 }
 
+struct Given { float left[4], first, second; };
+inline void add_product(float (&to)[4], const float (&left)[4], float first, float second) {
+    auto taken = [](float x) { return as<float>(as<u32>(x) & ~8191u); };  // 11 bits of a factor's numbers count
+    add_terms<8>(to, Given{{left[0], left[1], left[2], left[3]}, first, second},
+                 [&](const Given& row, const Given& column, int i, int k) {
+                     return (double)taken(row.left[i + k / 4 * 2]) * taken(k < 4 ? column.first : column.second);
+                 });
+}
+
 struct GivenPairs { u32 left[4], first, second; };
 inline void add_product(float (&to)[4], const u32 (&left)[4], u32 first, u32 second) {
     auto half = [](u32 pair, int which) { return as<float>(which ? pair & 0xFFFF0000 : pair << 16); };
-    const auto all = host::exchanged(GivenPairs{{left[0], left[1], left[2], left[3]}, first, second});
-    const int lane = host::now->thread % 32;
-    for (int i = 0; i < 4; ++i) {
-        const int m = lane / 4, n = lane % 4 * 2 + i % 2;
-        double sum = 0;
-        for (int k = 0; k < 16; ++k) {
-            const GivenPairs &row = all[m * 4 + k % 8 / 2], &column = all[n * 4 + k % 8 / 2];
-            sum += (double)half(row.left[i / 2 + k / 8 * 2], k % 2) * half(k < 8 ? column.first : column.second, k % 2);
-        }
-        to[i] += (float)sum;
-    }
+    add_terms<16>(to, GivenPairs{{left[0], left[1], left[2], left[3]}, first, second},
+                  [&](const GivenPairs& row, const GivenPairs& column, int i, int k) {
+                      const u32 other = k < 8 ? column.first : column.second;
+                      return (double)half(row.left[i + k / 8 * 2], k % 2) * half(other, k % 2);
+                  });
 }
 
 #ifdef WIDTH

@@ -58,9 +58,11 @@ class Host:
             from bough.ops.triton import native
 
             patch.setattr(native, "cuda", lambda: SimpleNamespace(cuTensorMapEncodeTiled=_encode))
-            made.cache_clear(), native.map_of.cache_clear()
+            for each in (made, native.map_of):
+                each.cache_clear()
             yield
-            made.cache_clear(), native.map_of.cache_clear()
+            for each in (made, native.map_of):
+                each.cache_clear()
 
     def kernel(self, name: str, source: str, shared: int, device: torch.device) -> "Kernel":
         return Kernel(self, name, source, shared)

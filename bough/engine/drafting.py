@@ -355,19 +355,20 @@ class Drafting:
                 answer = self._aside.ask(lambda: ask(drafter))
         except PoolFull:
             return None  # no draft this time
-        except BaseException as error:  # noqa: BLE001 (whatever it is, drafting ends and requests go on)
-            why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        except torch.OutOfMemoryError as error:  # its states may be broken
             self._shortages += 1
-            if isinstance(error, torch.OutOfMemoryError) and self._shortages < SHORTAGES:
-                self._park_all(why)
+            if self._shortages == SHORTAGES:
+                self._drop(error)
             else:
-                self.drop(why)
+                log.warning("the drafter had no memory (%s); the requests that run go on without it", error)
+                self._park_all()
+            return None
+        except BaseException as error:  # noqa: BLE001 (whatever it is, drafting ends and requests go on)
+            self._drop(error)
             return None
         return answer
 
-    def _park_all(self, why: str) -> None:
-        """Its states may be broken. Those that come after these may find memory again."""
-        log.warning("the drafter had no memory (%s); the requests that run go on without it", why)
+    def _park_all(self) -> None:
         for sequence in list(self._sides):
             self.park(sequence)
 
@@ -377,12 +378,12 @@ class Drafting:
             side.state = None
         self._guarded(lambda drafter: drafter.close(side.number))
 
-    def drop(self, why: str) -> None:
+    def _drop(self, error: BaseException) -> None:
         """Do without the drafter from here on."""
+        why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         log.warning("the drafter failed and is not used any more (%s); decoding goes on without it", why)
         self.failure, self.drafter = why, None
-        for sequence in list(self._sides):
-            self.park(sequence)
+        self._park_all()
         if self.cache is not None:
             self.cache.clear()
 

@@ -4,7 +4,7 @@
 //
 // Defined where this is compiled: HEADS, GROUP (of them to a key head), DK, DV, EACH (tokens of a row at the most), OWED,
 // RING (pieces of PIECE rows that are there or on their way), OLD_STEP, EPS of the norm, WEIGHT (the type of its weights),
-// LENGTH_EPS of keys and queries, and how many BLOCKS a processor has room for.
+// LENGTH_EPS of keys and queries, how many BLOCKS a processor has room for, and ALL_BYTES of shared memory of one.
 
 // What a thread's token says of its gates: two numbers, as they are.
 __device__ __forceinline__ u32 raw_gates(const Numbers& of, const Work& work) {

@@ -50,12 +50,13 @@ class Shape(NamedTuple):
     @property
     def source(self) -> str:
         made_for = {name.upper(): value for name, value in self._asdict().items()} | {"EPS": f"{self.eps}f"}
-        fixed = {"OWED": OWED, "PIECE": PIECE, "RING": RING, "OLD_STEP": OLD_STEP, "BLOCKS": self.blocks}
-        return with_defined(["seen.cuh", "late.cu"], made_for | fixed | {"LENGTH_EPS": f"{EPS.value}f"})
+        fixed = {"OWED": OWED, "PIECE": PIECE, "RING": RING, "OLD_STEP": OLD_STEP, "LENGTH_EPS": f"{EPS.value}f"}
+        room = {"BLOCKS": self.blocks, "ALL_BYTES": self.shared_bytes}
+        return with_defined(["seen.cuh", "late.cu"], made_for | fixed | room)
 
     @property
     def shared_bytes(self) -> int:
-        """As late.cu counts them."""
+        """As seen.cuh lays them out."""
         vectors = cdiv(2 * self.each, 8) * 8
         slot = PIECE * self.dv * 4 + OWED * OLD_STEP + vectors * PIECE * 2
         own = OWED * (self.dv + 1) * 4 + 2 * self.each * self.dv * 2

@@ -16,11 +16,6 @@ __device__ __forceinline__ void copy(u32 to, const void* from, bool there) {  //
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0));
 }
 
-__device__ __forceinline__ void copy(u32 to, const void* from, bool there, Hint hint) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
-                 "r"(there ? 16 : 0), "l"((u64)hint));
-}
-
 __device__ __forceinline__ void copy_number(u32 to, const float* from, bool there) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0));
 }
@@ -71,7 +66,9 @@ __device__ __forceinline__ uint2 shared_at(u32 at) {
     return x;
 }
 
-__device__ __forceinline__ void to_shared(u32 at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
+__device__ __forceinline__ void to_shared(u32 at, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
+}
 __device__ __forceinline__ void to_shared(u32 at, float2 x) {
     asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(at), "f"(x.x), "f"(x.y) : "memory");
 }

@@ -62,6 +62,7 @@ constexpr int SEEN_STEP = DV * 4 + 16;  // so that threads that write at a time 
 constexpr int LEFT_STEP = OWED * 4 + 16;
 constexpr int OLD = RING * STATE, OWN = OLD + RING * TOKENS, GATES = OWN + 2 * OWN_STEP, SEEN = GATES + (EACH + 1) / 2 * 16;
 constexpr int SQUARES = SEEN + TILES * 8 * SEEN_STEP, LEFT = SQUARES + EACH * WARPS * 4, LAYER = LEFT + WARPS * LEFT_STEP;
+static_assert(LAYER + (2 * HEADS + DV) * 4 == ALL_BYTES, "late.py asks for another size");
 
 // Which recorded token a thread has of four: sums of products have them two by two, and factors take them so.
 __device__ __forceinline__ int token_of(int turn, int inner) { return turn / 2 * 8 + inner * 2 + turn % 2; }
